@@ -1,0 +1,173 @@
+"""Reading and writing the JSON and YAML documents that pass between the packages.
+
+A record is a frozen dataclass with `__pydantic_config__ = STRICT`; `parse` turns untrusted text into
+one, `dump` turns it back into canonical bytes (sorted keys, no NaN), so that equal records are
+equal bytes. Nothing here evaluates or unpickles anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from profiler.errors import InvalidInput
+
+__all__ = ["MAX_BYTES", "STRICT", "adapter", "digest", "dump", "load", "parse", "read_data",
+           "schema", "to_data", "write_atomically"]
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null")
+
+MAX_BYTES = 32 * 2**20
+"""Largest document read. The largest honest one (a profile of a 126-layer model) is below 2 MiB."""
+
+MAX_PROBLEMS = 12
+"""How many violations one message lists before it says how many more there are."""
+
+Record = TypeVar("Record")
+
+
+@functools.cache
+def adapter(record: type[Record]) -> TypeAdapter[Record]:
+    """The pydantic adapter that validates data into `record`."""
+    return TypeAdapter(record)
+
+
+def schema(record: type[Any]) -> dict[str, Any]:
+    """The JSON Schema of a record."""
+    return adapter(record).json_schema()
+
+
+def read_data(path: str | Path) -> Any:
+    """Parse a JSON or YAML file (by its suffix) into plain data.
+
+    Raises:
+        InvalidInput: unreadable, larger than `MAX_BYTES`, malformed, or YAML with aliases.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if path.is_dir():
+            raise InvalidInput(f"{path}: is a directory, a file is needed")
+        if size > MAX_BYTES:
+            raise InvalidInput(f"{path}: {size:,} bytes; a document has at most {MAX_BYTES:,}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path}: is not UTF-8 text: {error}") from None
+    if path.suffix in {".yaml", ".yml"}:
+        return _parse_yaml(text, str(path))
+    return _parse_json(text, str(path))
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidInput(f"{where}: malformed JSON: {error}") from None
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            for token in yaml.scan(text, Loader=yaml.SafeLoader):
+                if isinstance(token, yaml.AliasToken):
+                    raise InvalidInput(f"{where}: YAML aliases are not accepted; write it out")
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        message = " ".join(str(error).split())
+        raise InvalidInput(f"{where}: malformed YAML: {message}") from None
+
+
+def parse(record: type[Record], data: Any, where: str) -> Record:
+    """Validate plain data into a record; every violation is listed in the error."""
+    try:
+        return adapter(record).validate_python(data)
+    except ValidationError as error:
+        raise InvalidInput(_explain(error, where)) from None
+    except RecursionError:
+        raise InvalidInput(f"{where}: nested too deeply") from None
+
+
+def _explain(error: ValidationError, where: str) -> list[str]:
+    problems = []
+    for item in error.errors(include_url=False):
+        place = ".".join(str(part) for part in item["loc"])
+        value = item.get("input")
+        shown = "" if isinstance(value, (dict, list, tuple)) else f" (got {str(value)[:60]!r})"
+        if item["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
+            text = "unknown key"
+            shown = ""
+        else:
+            text = item["msg"].removeprefix("Value error, ")
+        problems.append(f"{where}: {place + ': ' if place else ''}{text}{shown}")
+    if len(problems) > MAX_PROBLEMS:
+        rest = len(problems) - MAX_PROBLEMS
+        problems = [*problems[:MAX_PROBLEMS], f"{where}: and {rest} more"]
+    return problems
+
+
+def load(record: type[Record], path: str | Path) -> Record:
+    """Read a file and validate it into a record."""
+    return parse(record, read_data(path), str(path))
+
+
+def to_data(record: Any) -> Any:
+    """The plain JSON-able form of a record, without the fields that hold their defaults."""
+    data = adapter(type(record)).dump_python(record, mode="json", exclude_defaults=True)
+    if hasattr(record, "meshwright"):  # a document says what it is, default or not
+        data = {"meshwright": record.meshwright, "version": record.version} | data
+    return data
+
+
+def dump(record: Any, *, indent: int | None = 1) -> str:
+    """Canonical JSON text of a record: fields in their order, those at their default left out."""
+    return json.dumps(to_data(record), indent=indent, allow_nan=False) + "\n"
+
+
+def digest(record: Any) -> str:
+    """SHA-256 of the canonical form, as `sha256:<hex>`."""
+    data = json.dumps(to_data(record), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return "sha256:" + hashlib.sha256(data.encode()).hexdigest()
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write a text file so that a reader sees the old one or the whole new one.
+
+    Raises:
+        InvalidInput: the place cannot be written.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "is a directory")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be written: {error.strerror or error}") from None

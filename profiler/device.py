@@ -1,0 +1,107 @@
+"""Device kinds: what one accelerator (or CPU socket) can do, with the source of every figure.
+
+The shipped files lie in `profiler/devices/*.json`. A file says for each figure whether it was measured
+or cited (`sources`); a measured file of the same name replaces a cited one.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le, Len, MaxLen
+from pydantic import ConfigDict
+
+from profiler.documents import STRICT, load
+from profiler.errors import UnknownName
+
+__all__ = ["Curve", "Device", "device_names", "load_device"]
+
+DEVICES = Path(__file__).parent / "devices"
+Positive = Annotated[float, Gt(0), Le(1e24)]
+Name = Annotated[str, MaxLen(200)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A fraction of the peak against the size of the work, linear in log(size), flat outside."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    size: Annotated[tuple[Positive, ...], Len(1, 64)]
+    fraction: Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], Len(1, 64)]
+
+    def __post_init__(self) -> None:
+        if len(self.size) != len(self.fraction):
+            raise ValueError(f"{len(self.size)} sizes and {len(self.fraction)} fractions; "
+                             "they must be as many")
+        if any(a >= b for a, b in zip(self.size, self.size[1:], strict=False)):
+            raise ValueError("sizes must increase")
+
+    def at(self, size: float) -> float:
+        """The fraction at `size`."""
+        if size <= self.size[0]:
+            return self.fraction[0]
+        if size >= self.size[-1]:
+            return self.fraction[-1]
+        right = bisect_right(self.size, size)
+        low, high = self.size[right - 1], self.size[right]
+        weight = log(size / low) / log(high / low)
+        return self.fraction[right - 1] * (1 - weight) + self.fraction[right] * weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One kind of device.
+
+    peak_flops_per_s: dense peak by dtype ("bfloat16", "float16", "float32", "tf32", "float64").
+    matmul_efficiency: fraction of the peak against (m*n*k)^(1/3) of one local matmul.
+    attention_efficiency: fraction of the peak reached by fused attention against sequence length.
+    memory_efficiency: fraction of the memory bandwidth against the bytes that a kernel moves.
+    kernel_launch_s: least seconds from one kernel to the next.
+    context_bytes: taken by the driver's context and the libraries' workspaces.
+    communicator_bytes: taken by each communicator (process group) of two or more ranks.
+    overlap_slowdown: factor on compute time while a collective runs beside it (>= 1).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    meshwright: Literal["Device"] = "Device"
+    version: Literal[1] = 1
+    name: Name
+    description: Name = ""
+    backend: Literal["nccl", "gloo"] = "nccl"
+    memory_bytes: Annotated[int, Gt(0), Le(2**50)]
+    memory_bandwidth_bytes_per_s: Positive
+    peak_flops_per_s: Annotated[dict[Name, Positive], Len(1, 16)]
+    matmul_efficiency: Curve
+    attention_efficiency: Curve
+    memory_efficiency: Curve
+    kernel_launch_s: Annotated[float, Ge(0), Le(1)]
+    context_bytes: Annotated[int, Ge(0), Le(2**40)] = 0
+    communicator_bytes: Annotated[int, Ge(0), Le(2**40)] = 0
+    overlap_slowdown: Annotated[float, Ge(1), Le(10)] = 1.0
+    sources: dict[Name, Annotated[str, MaxLen(2000)]]
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s of a dtype; raises UnknownName where the file has none."""
+        if dtype not in self.peak_flops_per_s:
+            raise UnknownName(f"dtype of device {self.name}", dtype, self.peak_flops_per_s)
+        return self.peak_flops_per_s[dtype]
+
+
+def device_names() -> tuple[str, ...]:
+    """Names of the shipped devices."""
+    return tuple(sorted(path.stem for path in DEVICES.glob("*.json")))
+
+
+@functools.cache
+def load_device(name: str) -> Device:
+    """A shipped device by name."""
+    if name not in device_names():
+        raise UnknownName("device", name, device_names())
+    return load(Device, DEVICES / f"{name}.json")

@@ -1,0 +1,61 @@
+"""What the engine that will run a layout can do, as data that the planner reads.
+
+Each target has one JSON file; the project's own executor keeps its file beside its code
+(`executor/capabilities.json`), so that the planner plans only what the executor runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from profiler.documents import STRICT, load
+from profiler.errors import UnknownName
+
+__all__ = ["Capabilities", "RecomputeMode", "ScheduleName", "load_capabilities"]
+
+ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
+RecomputeMode = Literal["none", "selective", "full"]
+
+_FILES = {"executor": Path(__file__).parent.parent / "executor" / "capabilities.json"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a target runs.
+
+    replicate_kv_heads: a tensor-parallel degree above the number of KV heads, each held by several ranks.
+    pad_vocabulary: a vocabulary that the degree does not divide (the last shard is padded).
+    uneven_stages: stages of unlike numbers of layers.
+    gradient_sync_per_micro_batch_with_pipeline: gradients reduced after each micro-batch although
+        there are pipeline stages; otherwise they accumulate whole and are reduced at the end.
+    gradient_overlap_with_pipeline: that last reduction runs beside the last backward.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    target: str
+    schedules: tuple[ScheduleName, ...]
+    recompute: tuple[RecomputeMode, ...]
+    sequence_parallel: bool
+    replicate_kv_heads: bool
+    pad_vocabulary: bool
+    uneven_stages: bool
+    tensor_parallel_per_layer: bool
+    reshard_per_layer: bool
+    gradient_sync_per_micro_batch_with_pipeline: bool
+    gradient_overlap_with_pipeline: bool
+    min_micro_batches_1f1b: Literal["stages", "one"]
+    interleaved_micro_batches: Literal["multiple_of_pp", "any"]
+
+
+@functools.cache
+def load_capabilities(target: str) -> Capabilities:
+    """The capabilities of a target by name."""
+    if target not in _FILES:
+        raise UnknownName("target", target, _FILES)
+    return load(Capabilities, _FILES[target])

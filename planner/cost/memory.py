@@ -1,0 +1,133 @@
+"""Memory of one layer on one rank, and of a pipeline rank at the peak of its schedule.
+
+Symbols: P = parameters of the layer on this rank (divided by the tensor-parallel degree), d = dp_shard
+degree. Bytes per parameter come from the request's precision (`planner/request.py`).
+
+    parameters   P_trainable*stored/d + P_frozen*compute/d
+    copy         P*compute            kept if not resharded, else part of the working set
+    gradients    P_trainable*gradient/d, or P_trainable*reduce while they accumulate unsharded
+    states       P_trainable*moments*state/d
+    activations  saved bytes of one micro-batch, times the micro-batches in flight
+    working set  the largest of the layer's own at its peak: what is recomputed, temporaries,
+                 gathered parameters (this unit and the prefetched next), gradients being reduced
+
+Every layer's share is rounded up to 512 bytes, as the CUDA caching allocator rounds each block
+(`kMinBlockSize` in c10/cuda/CUDACachingAllocator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.cost.compute import Shard, split_degree
+from planner.layout import Choice
+from planner.request import Request
+from profiler.layer_graph import LayerKind, TensorGroup
+
+__all__ = ["BLOCK_BYTES", "LayerMemory", "layer_memory", "local_parameters"]
+
+BLOCK_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes of one layer on one rank, each a multiple of BLOCK_BYTES.
+
+    activation_bytes is per micro-batch in flight; working_set_bytes is needed once at a time by
+    whichever layer is at work; optimizer_temporary_bytes only in the optimizer step.
+    """
+
+    parameter_bytes: int
+    compute_copy_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    working_set_bytes: int
+    optimizer_temporary_bytes: int
+
+    @property
+    def static_bytes(self) -> int:
+        """What is held through the whole step."""
+        return (self.parameter_bytes + self.compute_copy_bytes + self.gradient_bytes
+                + self.optimizer_state_bytes + self.buffer_bytes)
+
+
+def _blocks(num_bytes: float) -> int:
+    return -(-int(num_bytes) // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def local_parameters(kind: LayerKind, tp: int, without: frozenset[str] = frozenset()
+                     ) -> tuple[int, int]:
+    """(trainable, frozen) parameters held by one tensor-parallel rank; `without` names are left out.
+
+    A dimension that the degree does not divide counts as padded: ceil(size / tp).
+    """
+    trainable = frozen = 0
+    for parameter in kind.parameters:
+        if parameter.name in without:
+            continue
+        numel = parameter.numel
+        if parameter.split in ("column", "row", "vocabulary") and parameter.split_dim is not None:
+            size = parameter.shape[parameter.split_dim]
+            numel = numel // max(size, 1) * -(-size // tp)
+        if parameter.trainable:
+            trainable += numel
+        else:
+            frozen += numel
+    return trainable, frozen
+
+
+def _group_bytes(groups: Iterable[TensorGroup], shard: Shard) -> int:
+    total = 0
+    for group in groups:
+        degree = split_degree(group.split, shard.tp, shard.sequence_parallel)
+        whole = group.bytes_at(shard.micro_batch, shard.seq_len, shard.compute_bytes)
+        total += -(-whole // degree)
+    return total
+
+
+def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Request,
+                 dp_shard: int, unsharded_gradients: bool,
+                 without: frozenset[str] = frozenset()) -> LayerMemory:
+    """Bytes of one layer under one choice.
+
+    Args:
+        shard: with `tp` = 1 where the layer is held whole.
+        unsharded_gradients: gradients accumulate whole over the micro-batches of a step.
+        without: parameters charged elsewhere (tied ones that another layer holds).
+    """
+    size = request.bytes
+    trainable, frozen = local_parameters(kind, shard.tp, without)
+    gathered = (trainable + frozen) * size.compute_bytes
+    has_copy = dp_shard > 1 or (size.has_compute_copy and trainable > 0)
+    resharded = has_copy and choice.reshard and dp_shard > 1
+    kept = [g for g in kind.saved if g.is_input or choice.recompute == "none"
+            or (choice.recompute == "selective" and g.kept_by_selective)]
+    saved_bytes = _group_bytes(kept, shard)
+    dropped_bytes = _group_bytes(kind.saved, shard) - saved_bytes
+    working = max(_group_bytes(kind.forward_working_set, shard),
+                  _group_bytes(kind.backward_working_set, shard) + dropped_bytes)
+    if resharded:
+        working += 2 * gathered  # this unit's parameters and the prefetched next ones
+    if dp_shard > 1 and not unsharded_gradients:
+        # This unit's gradient in the compute dtype and its copy in the dtype of the reduction.
+        working += trainable * (size.compute_bytes + size.reduce_bytes)
+    gradient = (trainable * size.reduce_bytes if unsharded_gradients
+                else trainable * size.gradient_bytes / dp_shard)
+    temporary = 0 if request.fused_optimizer else trainable * size.stored_bytes / dp_shard
+    return LayerMemory(
+        parameter_bytes=_blocks((trainable * size.stored_bytes + frozen * size.compute_bytes)
+                                / dp_shard),
+        compute_copy_bytes=_blocks(0 if not has_copy or resharded
+                                   else trainable * size.compute_bytes if dp_shard == 1
+                                   else gathered),
+        gradient_bytes=_blocks(gradient),
+        optimizer_state_bytes=_blocks(trainable * request.num_moments * size.state_bytes
+                                      / dp_shard),
+        buffer_bytes=_blocks(kind.buffer_bytes),
+        activation_bytes=_blocks(saved_bytes),
+        working_set_bytes=_blocks(working),
+        optimizer_temporary_bytes=_blocks(temporary),
+    )

@@ -1,0 +1,197 @@
+"""The whole cost of one layer under one choice: the sum of its compute, collectives and memory.
+
+What overlaps: parameter gathers (and reductions after each micro-batch) run beside the layer's own
+compute and only the rest is exposed; while both run, compute is slower by the device's
+`overlap_slowdown` g, so that work w beside communication c adds
+
+    extra(w, c) = max(0, c - w) + (g - 1) min(w, c)
+
+Tensor-parallel collectives are exposed: the next matmul waits for them. With sequence parallelism a
+column region gathers its input forward and reduce-scatters its gradient backward, a row region the
+reverse (Korthikanti et al., 2022, section 4.2.2); without, each is one all-reduce (Shoeybi et al., 2019).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.cost.collectives import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    reduce_scatter_seconds,
+)
+from planner.cost.compute import ComputeTimes, Shard
+from planner.cost.memory import LayerMemory, layer_memory, local_parameters
+from planner.layout import Choice
+from planner.request import Request
+from planner.topology_groups import Span
+from profiler.layer_graph import LayerKind
+
+__all__ = ["Group", "LayerCost", "ParameterCost", "layer_cost", "overlap_extra_s",
+           "parameter_cost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Where one pipeline rank's groups lie, and the slowest of its devices.
+
+    memory_bytes_per_s: of the optimizer's long streams. tp, shard, replicate: the spans of the axes.
+    """
+
+    memory_bytes_per_s: float
+    overlap_slowdown: float
+    tp: Span
+    shard: Span
+    replicate: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCost:
+    """What a layer's parameters cost once a step, whoever computes with them.
+
+    gather_s: one all-gather of the compute copy. reduce_s: reduction after the last micro-batch;
+    reduce_each_s: after every one.
+    """
+
+    gather_s: float
+    reduce_s: float
+    reduce_each_s: float
+    optimizer_s: float
+    norm_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Seconds per micro-batch, seconds per step, and bytes of one layer on one rank.
+
+    window_s: what a gradient reduction of the last micro-batch can hide behind.
+    """
+
+    forward_compute_s: float
+    backward_compute_s: float
+    recompute_s: float
+    tensor_parallel_forward_s: float
+    tensor_parallel_backward_s: float
+    gather_forward_s: float
+    gather_backward_s: float
+    reduction_backward_s: float
+    once_gather_s: float
+    window_s: float
+    parameters: ParameterCost
+    memory: LayerMemory
+
+    @property
+    def forward_s(self) -> float:
+        return self.forward_compute_s + self.tensor_parallel_forward_s + self.gather_forward_s
+
+    @property
+    def backward_s(self) -> float:
+        return (self.backward_compute_s + self.recompute_s + self.tensor_parallel_backward_s
+                + self.gather_backward_s + self.reduction_backward_s)
+
+
+def overlap_extra_s(work_s: float, communication_s: float, slowdown: float) -> float:
+    """Seconds that communication adds to the work it runs beside."""
+    return (max(0.0, communication_s - work_s)
+            + (slowdown - 1.0) * min(work_s, communication_s))
+
+
+def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, *,
+                   each_micro_batch: bool, tensor_parallel_copies: int = 0) -> ParameterCost:
+    """Once-a-step costs of parameters held by one tensor-parallel rank.
+
+    Reduction: a reduce-scatter over the sharding axis, then an all-reduce of the shard over the replicas
+    (HSDP). Optimizer: parameter, moments and gradient read, parameter and moments written. Norm:
+    the gradient read, and read and written again by clipping.
+
+    Args:
+        tensor_parallel_copies: trainable parameters held whole by each tensor-parallel rank, whose
+            gradients under sequence parallelism are sums over the group.
+    """
+    size = request.bytes
+    shard = group.shard.size
+    scatter_s = reduce_scatter_seconds(trainable * size.reduce_bytes, group.shard)
+    replicas_s = all_reduce_seconds(trainable / shard * size.reduce_bytes, group.replicate)
+    copies_s = all_reduce_seconds(tensor_parallel_copies * size.reduce_bytes, group.tp)
+    local = trainable / shard
+    update_bytes = local * (2 * size.stored_bytes + size.gradient_bytes
+                            + 2 * request.num_moments * size.state_bytes)
+    return ParameterCost(
+        gather_s=all_gather_seconds((trainable + frozen) * size.compute_bytes, group.shard),
+        reduce_s=replicas_s + copies_s + (0.0 if each_micro_batch else scatter_s),
+        reduce_each_s=scatter_s if each_micro_batch else 0.0,
+        optimizer_s=update_bytes / group.memory_bytes_per_s,
+        norm_s=3 * local * size.gradient_bytes / group.memory_bytes_per_s)
+
+
+def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Shard, group: Group,
+               request: Request, *, each_micro_batch: bool, unsharded_gradients: bool,
+               without: frozenset[str] = frozenset()) -> LayerCost:
+    """Cost of one layer.
+
+    Args:
+        compute, shard: of this rank's share: tp = 1 where the layer is held whole.
+        each_micro_batch: gradients are reduced after every micro-batch.
+        unsharded_gradients: they accumulate whole until the end of the step.
+        without: tied parameters, which are charged to their group.
+    """
+    trainable, frozen = local_parameters(kind, shard.tp, without)
+    copies = 0
+    if group.tp.size > 1 and shard.sequence_parallel:
+        copies = sum(p.numel for p in kind.parameters
+                     if p.trainable and p.split == "replicated" and p.name not in without)
+    parameters = parameter_cost(trainable, frozen, group, request, tensor_parallel_copies=copies,
+                                each_micro_batch=each_micro_batch)
+    forward_tp, backward_tp, recompute_tp = _tensor_parallel_s(kind, choice, shard, group.tp)
+    recompute = {"none": 0.0, "selective": compute.recompute_selective_s,
+                 "full": compute.recompute_full_s}[choice.recompute] + recompute_tp
+    resharded = choice.reshard and group.shard.size > 1
+    gather = parameters.gather_s
+    forward_work = compute.forward_s + forward_tp
+    backward_work = compute.backward_s + recompute + backward_tp
+    slowdown = group.overlap_slowdown
+    beside = parameters.reduce_each_s + (gather if resharded else 0.0)
+    backward_extra = overlap_extra_s(backward_work, beside, slowdown)
+    reduce_share = parameters.reduce_each_s / beside if beside else 0.0
+    forward_extra = overlap_extra_s(forward_work, gather, slowdown)
+    return LayerCost(
+        forward_compute_s=compute.forward_s,
+        backward_compute_s=compute.backward_s,
+        recompute_s=recompute,
+        tensor_parallel_forward_s=forward_tp,
+        tensor_parallel_backward_s=backward_tp,
+        gather_forward_s=forward_extra if resharded else 0.0,
+        gather_backward_s=backward_extra * (1 - reduce_share),
+        reduction_backward_s=backward_extra * reduce_share,
+        once_gather_s=0.0 if resharded else forward_extra,
+        window_s=backward_work,
+        parameters=parameters,
+        memory=layer_memory(kind, choice, shard, request=request, dp_shard=group.shard.size,
+                            unsharded_gradients=unsharded_gradients, without=without))
+
+
+def _tensor_parallel_s(kind: LayerKind, choice: Choice, shard: Shard, span: Span
+                       ) -> tuple[float, float, float]:
+    """(forward, backward, recompute) seconds of the layer's tensor-parallel collectives."""
+    if span.size == 1 or kind.tensor_parallel is None:
+        return 0.0, 0.0, 0.0
+    b, s, width = shard.micro_batch, shard.seq_len, shard.compute_bytes
+    if not choice.tensor_parallel:
+        if not shard.sequence_parallel:
+            return 0.0, 0.0, 0.0
+        # Held whole: gather the sequence in, keep one slice of the output; the reverse backward.
+        inputs = sum(g.bytes_at(b, s, width) for g in kind.saved if g.is_input)
+        once = all_gather_seconds(inputs, span)
+        return once, once, once if choice.recompute == "full" else 0.0
+    entries = [e.at(b, s) * width for e in kind.tensor_parallel.entries]
+    exits = [e.at(b, s) * width for e in kind.tensor_parallel.exits]
+    if shard.sequence_parallel:
+        gather_in = sum(all_gather_seconds(x, span) for x in entries)
+        scatter_out = sum(reduce_scatter_seconds(x, span) for x in exits)
+        forward, backward = gather_in + scatter_out, gather_in + scatter_out
+    else:
+        gather_in = 0.0
+        forward = sum(all_reduce_seconds(x, span) for x in exits)
+        backward = sum(all_reduce_seconds(x, span) for x in entries)
+    again = {"none": 0.0, "selective": gather_in, "full": forward}[choice.recompute]
+    return forward, backward, again

@@ -1,0 +1,271 @@
+"""Costs of one model on one topology under one request, remembered between candidates.
+
+The pricing of a given layout and the program that looks for the best one both ask here, so that there is
+one cost model. A `Candidate` fixes everything but the stages and the choices of the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.capabilities import Capabilities, load_capabilities
+from planner.chain import Chain, Crossing, Run, make_chain
+from planner.cost.collectives import all_reduce_seconds, send_seconds
+from planner.cost.compute import ComputeTimes, Shard, layer_compute, split_degree
+from planner.cost.layer import Group, LayerCost, ParameterCost, layer_cost, parameter_cost
+from planner.cost.memory import BLOCK_BYTES, local_parameters
+from planner.layout import Axis, Choice, Mesh, Schedule
+from planner.request import Request
+from planner.topology import Topology
+from planner.topology_groups import Placement, Stage
+from profiler.layer_graph import LayerGraph
+
+__all__ = ["Candidate", "Coster", "CutCost", "RankContext", "TieCost"]
+
+_SPANNED: tuple[Axis, ...] = ("tp", "dp_shard", "dp_replicate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A mesh, a micro-batch and a schedule."""
+
+    mesh: Mesh
+    micro_batch: int
+    num_micro_batches: int
+    schedule: Schedule
+
+    @property
+    def each_micro_batch(self) -> bool:
+        return self.schedule.gradient_sync == "each_micro_batch" and self.mesh.dp_shard > 1
+
+    @property
+    def unsharded_gradients(self) -> bool:
+        """Whether whole gradients are held from the first micro-batch to the end of the step."""
+        waits = self.num_micro_batches > 1 or self.mesh.pp > 1
+        return self.mesh.dp_shard > 1 and waits and not self.each_micro_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """A class of pipeline ranks that cost the same.
+
+    device_groups: the topology's host groups that its devices belong to.
+    capacity_bytes: what the request lets them use. overhead_bytes: context and communicators.
+    """
+
+    device_groups: tuple[int, ...]
+    group: Group
+    capacity_bytes: int
+    context_bytes: int
+    communicator_bytes: int
+
+    @property
+    def overhead_bytes(self) -> int:
+        return self.context_bytes + self.communicator_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CutCost:
+    """What a cut costs: seconds to receive the activations and the gradients, bytes held."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieCost:
+    """A tied parameter on each rank that holds it, and the reduction between two such ranks."""
+
+    static_bytes: int
+    temporary_bytes: int
+    parameters: ParameterCost
+    once_gather_s: float
+
+
+class Coster:
+    """The cost functions applied to one (model, topology, request); every answer is remembered."""
+
+    def __init__(self, graph: LayerGraph, topology: Topology, request: Request) -> None:
+        self.graph = graph
+        self.topology = topology
+        self.request = request
+        self.capabilities: Capabilities = load_capabilities(request.target)
+        self.chain: Chain = make_chain(graph)
+        self.seq_len = request.seq_len
+        self._placements: dict[tuple[tuple[int, ...], int], Placement] = {}
+        self._compute: dict[tuple[str, Shard, int], ComputeTimes] = {}
+        self._layers: dict[object, LayerCost] = {}
+        self._contexts: dict[object, tuple[tuple[RankContext, ...], tuple[int, ...]]] = {}
+
+    # --- where the ranks lie
+
+    def placement(self, mesh: Mesh) -> Placement:
+        """Ranks on devices: the host groups in the mesh's order, filled from the first device on."""
+        order = mesh.host_groups or tuple(range(len(self.topology.hosts)))
+        key = (order, mesh.num_devices)
+        if key not in self._placements:
+            if order == tuple(range(len(self.topology.hosts))):
+                ranks: int | np.ndarray = mesh.num_devices
+            else:
+                of_device = self.topology.group_of_device()
+                ranks = np.concatenate([np.flatnonzero(of_device == g) for g in order])
+                ranks = ranks[:mesh.num_devices]
+            self._placements[key] = Placement(self.topology, ranks)
+        return self._placements[key]
+
+    def contexts(self, mesh: Mesh) -> tuple[tuple[RankContext, ...], tuple[int, ...]]:
+        """(classes of pipeline ranks, class of each pipeline rank)."""
+        key = (mesh.order, mesh.host_groups, mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.tp)
+        if key not in self._contexts:
+            self._contexts[key] = self._make_contexts(mesh)
+        return self._contexts[key]
+
+    def _make_contexts(self, mesh: Mesh) -> tuple[tuple[RankContext, ...], tuple[int, ...]]:
+        if self.topology.is_uniform:
+            return (self._context(mesh, (0,), None),), (0,) * mesh.pp
+        placement = self.placement(mesh)
+        groups = self.topology.group_of_device()[placement.device_of_rank]
+        pp_stride = mesh.stride("pp") if mesh.pp > 1 else mesh.num_devices
+        coordinate = np.arange(mesh.num_devices) // pp_stride % mesh.pp
+        found: dict[RankContext, int] = {}
+        of_rank = []
+        for rank in range(mesh.pp):
+            kinds = tuple(int(g) for g in np.unique(groups[coordinate == rank]))
+            context = self._context(mesh, kinds, (mesh.pp, pp_stride, rank))
+            of_rank.append(found.setdefault(context, len(found)))
+        return tuple(found), tuple(of_rank)
+
+    def _context(self, mesh: Mesh, kinds: tuple[int, ...], stage: Stage | None) -> RankContext:
+        placement = self.placement(mesh)
+        spans = {axis: placement.span(mesh.degree(axis), mesh.stride(axis), stage=stage)
+                 for axis in _SPANNED}
+        devices = [self.topology.hosts[g].device for g in kinds]
+        axes = sum(mesh.degree(axis) > 1 for axis in (*_SPANNED, "pp"))
+        communicators = axes + (1 if axes > 1 else 0)  # the world has one more
+        margin = 1.0 - self.request.memory_margin
+        return RankContext(
+            device_groups=kinds,
+            group=Group(
+                memory_bytes_per_s=min(d.memory_bandwidth_bytes_per_s
+                                       * d.memory_efficiency.fraction[-1] for d in devices),
+                overlap_slowdown=min(2.0, max(d.overlap_slowdown for d in devices)),
+                tp=spans["tp"], shard=spans["dp_shard"], replicate=spans["dp_replicate"]),
+            capacity_bytes=min(int(d.memory_bytes * margin) for d in devices),
+            context_bytes=max(d.context_bytes for d in devices),
+            communicator_bytes=max(d.communicator_bytes for d in devices) * communicators)
+
+    # --- layers
+
+    def sequence_parallel(self, tp: int) -> bool:
+        """Whether activations between layers are divided along the sequence."""
+        return (tp > 1 and self.capabilities.sequence_parallel and self.graph.sample == "tokens"
+                and self.seq_len % tp == 0)
+
+    def shard(self, micro_batch: int, tp: int, choice: Choice) -> Shard:
+        """The share of a layer that one rank computes."""
+        degree = tp if choice.tensor_parallel else 1
+        size = self.request.bytes
+        return Shard(micro_batch=micro_batch, seq_len=self.seq_len, tp=degree, dtype=size.dtype,
+                     sequence_parallel=self.sequence_parallel(tp),
+                     compute_bytes=size.compute_bytes)
+
+    def compute(self, kind: str, shard: Shard, device_groups: Iterable[int]) -> ComputeTimes:
+        """Compute seconds on the slowest of some devices."""
+        times = []
+        for group in device_groups:
+            key = (kind, shard, group)
+            if key not in self._compute:
+                self._compute[key] = layer_compute(self.graph.kinds[kind], shard,
+                                                   self.topology.hosts[group].device)
+            times.append(self._compute[key])
+        if len(times) == 1:
+            return times[0]
+        return ComputeTimes(
+            forward_s=max(t.forward_s for t in times),
+            backward_s=max(t.backward_s for t in times),
+            recompute_selective_s=max(t.recompute_selective_s for t in times))
+
+    def layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
+              ) -> LayerCost:
+        """The cost of one layer of a run."""
+        key = (run.kind, run.tied, choice, context, candidate.micro_batch,
+               candidate.each_micro_batch, candidate.unsharded_gradients, candidate.mesh.tp)
+        cost = self._layers.get(key)
+        if cost is None:
+            shard = self.shard(candidate.micro_batch, candidate.mesh.tp, choice)
+            cost = self._layers[key] = layer_cost(
+                self.graph.kinds[run.kind], choice,
+                self.compute(run.kind, shard, context.device_groups), shard, context.group,
+                self.request, each_micro_batch=candidate.each_micro_batch,
+                unsharded_gradients=candidate.unsharded_gradients,
+                without=frozenset(name for _, name in run.tied))
+        return cost
+
+    # --- cuts, ties, the end of the step
+
+    def cut(self, crossing: Crossing, candidate: Candidate, sender: int) -> CutCost:
+        """What crossing from pipeline rank `sender` to the next costs one micro-batch."""
+        mesh = candidate.mesh
+        edge = self.placement(mesh).pipeline_edge(
+            mesh.stride("pp"), degree=mesh.pp, index=None if self.topology.is_uniform else sender,
+            wrap=candidate.schedule.chunks > 1)
+        divided = split_degree("sequence", mesh.tp, self.sequence_parallel(mesh.tp))
+        forward, backward = crossing.bytes_at(candidate.micro_batch, self.seq_len,
+                                              self.request.bytes.compute_bytes)
+        held = -(-forward // divided)
+        return CutCost(forward_s=send_seconds(forward / divided, edge),
+                       backward_s=send_seconds(backward / divided, edge),
+                       held_bytes=-(-held // BLOCK_BYTES) * BLOCK_BYTES)
+
+    def tie(self, group: int, candidate: Candidate, context: RankContext) -> TieCost:
+        """A tied parameter where it is held. It stays gathered and divided like its first layer."""
+        layer, name = self.chain.tied_places[group][0]
+        kind = self.graph.kind_of(layer)
+        others = frozenset(p.name for p in kind.parameters if p.name != name)
+        trainable, frozen = local_parameters(kind, candidate.mesh.tp, others)
+        size, shard = self.request.bytes, candidate.mesh.dp_shard
+        parameters = parameter_cost(trainable, frozen, context.group, self.request,
+                                    each_micro_batch=candidate.each_micro_batch)
+        gradient = (trainable * size.reduce_bytes if candidate.unsharded_gradients
+                    else trainable * size.gradient_bytes / shard)
+        state = trainable * self.request.num_moments * size.state_bytes / shard
+        stored = (trainable * size.stored_bytes + frozen * size.compute_bytes) / shard
+        has_copy = shard > 1 or (size.has_compute_copy and trainable > 0)
+        copy = (trainable + frozen) * size.compute_bytes if has_copy else 0
+        temporary = 0 if self.request.fused_optimizer else trainable * size.stored_bytes / shard
+        blocks = [-(-int(x) // BLOCK_BYTES) * BLOCK_BYTES
+                  for x in (gradient + state + stored + copy, temporary)]
+        return TieCost(static_bytes=blocks[0], temporary_bytes=blocks[1], parameters=parameters,
+                       once_gather_s=parameters.gather_s)
+
+    def tie_reduction_s(self, group: int, candidate: Candidate) -> float:
+        """All-reduce of a tied gradient between two pipeline ranks that hold the parameter."""
+        layer, name = self.chain.tied_places[group][0]
+        kind = self.graph.kind_of(layer)
+        others = frozenset(p.name for p in kind.parameters if p.name != name)
+        trainable, _ = local_parameters(kind, candidate.mesh.tp, others)
+        num_bytes = trainable * self.request.bytes.reduce_bytes / candidate.mesh.dp_shard
+        mesh = candidate.mesh
+        edge = self.placement(mesh).pipeline_edge(mesh.stride("pp"), degree=mesh.pp, wrap=True)
+        return send_seconds(num_bytes, edge) + edge.latency_s if trainable else 0.0
+
+    def norm_latency_s(self, mesh: Mesh) -> float:
+        """The all-reduce of the gradient norm, one number, over every axis in turn."""
+        classes, _ = self.contexts(mesh)
+        latency = max(sum(all_reduce_seconds(4, getattr(c.group, name))
+                          for name in ("tp", "shard", "replicate")) for c in classes)
+        if mesh.pp > 1:
+            stride = mesh.stride("pp")
+            latency += all_reduce_seconds(4, self.placement(mesh).span(mesh.pp, stride))
+        return latency
+
+    @functools.cached_property
+    def model_flops_per_sample(self) -> int:
+        """Matmuls and attention of one forward and backward of one sample."""
+        return (self.graph.forward_flops(1, self.seq_len)
+                + self.graph.backward_flops(1, self.seq_len))

@@ -70,7 +70,10 @@ NOTHING = Extent()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulShape:
-    """`batch` independent products of (rows x inner) by (inner x columns)."""
+    """`batch` independent products of (rows x inner) by (inner x columns).
+
+    groups: the rows are spread evenly over this many weight matrices (the experts of a mixture).
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -78,6 +81,7 @@ class MatmulShape:
     columns: Extent
     inner: Extent
     batch: Extent = Extent(fixed=(1, 0, 0))
+    groups: Annotated[int, Ge(1)] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +183,10 @@ class LayerKind:
     """All that layers of one signature have in common.
 
     saved: what autograd keeps from forward to backward, each storage once, parameters excluded.
+    inputs: the activations that enter the layer (each storage at its first reader), which full
+    recompute keeps whether or not autograd does.
+    kept_only_by_selective: outputs of matmuls and attention that autograd does not keep and a
+    selective-checkpoint policy that saves every such output does.
     forward_working_set / backward_working_set: what is alive besides `saved`, parameters and the
     parameter gradients when forward / backward of this layer is at its peak.
     """
@@ -189,6 +197,8 @@ class LayerKind:
     buffer_bytes: Annotated[int, Ge(0)] = 0
     ops: tuple[Op, ...] = ()
     saved: tuple[TensorGroup, ...] = ()
+    inputs: tuple[TensorGroup, ...] = ()
+    kept_only_by_selective: tuple[TensorGroup, ...] = ()
     forward_working_set: tuple[TensorGroup, ...] = ()
     backward_working_set: tuple[TensorGroup, ...] = ()
     tensor_parallel: TensorParallel | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +50,9 @@ class Candidate:
         return self.mesh.dp_shard > 1 and waits and not self.each_micro_batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankContext:
-    """A class of pipeline ranks that cost the same.
+    """A class of pipeline ranks that cost the same; equal ones are one object within a Coster.
 
     device_groups: the topology's host groups that its devices belong to.
     capacity_bytes: what the request lets them use. overhead_bytes: context and communicators.
@@ -100,6 +101,9 @@ class Coster:
         self._placements: dict[tuple[tuple[int, ...], int], Placement] = {}
         self._compute: dict[tuple[str, Shard, int], ComputeTimes] = {}
         self._layers: dict[object, LayerCost] = {}
+        self.option_cache: dict[object, Any] = {}  # of planner/problem.py
+        self.mesh_cache: dict[tuple[int, int, int, int], list[Mesh]] = {}  # of planner/space.py
+        self._interned: dict[object, RankContext] = {}
         self._contexts: dict[object, tuple[tuple[RankContext, ...], tuple[int, ...]]] = {}
 
     # --- where the ranks lie
@@ -148,16 +152,17 @@ class Coster:
         axes = sum(mesh.degree(axis) > 1 for axis in (*_SPANNED, "pp"))
         communicators = axes + (1 if axes > 1 else 0)  # the world has one more
         margin = 1.0 - self.request.memory_margin
-        return RankContext(
+        group = Group(
+            memory_bytes_per_s=min(d.memory_bandwidth_bytes_per_s
+                                   * d.memory_efficiency.fraction[-1] for d in devices),
+            overlap_slowdown=min(2.0, max(d.overlap_slowdown for d in devices)),
+            tp=spans["tp"], shard=spans["dp_shard"], replicate=spans["dp_replicate"])
+        return self._interned.setdefault((kinds, group, communicators), RankContext(
             device_groups=kinds,
-            group=Group(
-                memory_bytes_per_s=min(d.memory_bandwidth_bytes_per_s
-                                       * d.memory_efficiency.fraction[-1] for d in devices),
-                overlap_slowdown=min(2.0, max(d.overlap_slowdown for d in devices)),
-                tp=spans["tp"], shard=spans["dp_shard"], replicate=spans["dp_replicate"]),
+            group=group,
             capacity_bytes=min(int(d.memory_bytes * margin) for d in devices),
             context_bytes=max(d.context_bytes for d in devices),
-            communicator_bytes=max(d.communicator_bytes for d in devices) * communicators)
+            communicator_bytes=max(d.communicator_bytes for d in devices) * communicators))
 
     # --- layers
 
@@ -263,6 +268,22 @@ class Coster:
             stride = mesh.stride("pp")
             latency += all_reduce_seconds(4, self.placement(mesh).span(mesh.pp, stride))
         return latency
+
+    def edge_signature(self, mesh: Mesh) -> object:
+        """What the sends between stages depend on: equal signatures, equal costs."""
+        if mesh.pp == 1:
+            return None
+        placement, stride = self.placement(mesh), mesh.stride("pp")
+        norm = placement.span(mesh.pp, stride)
+        if self.topology.is_uniform:
+            return norm, *(placement.pipeline_edge(stride, degree=mesh.pp, wrap=wrap)
+                           for wrap in (False, True))
+        return norm, *(placement.pipeline_edge(stride, degree=mesh.pp, index=sender, wrap=wrap)
+                       for wrap in (False, True) for sender in range(mesh.pp - 1 + wrap))
+
+    def overlaps(self, mesh: Mesh) -> bool:
+        """Whether the last gradient reduction runs beside the last backward."""
+        return mesh.pp == 1 or self.capabilities.gradient_overlap_with_pipeline
 
     @functools.cached_property
     def model_flops_per_sample(self) -> int:

@@ -28,6 +28,9 @@ __all__ = ["HostGroup", "Link", "NetworkLevel", "Topology", "MAX_DEVICES"]
 MAX_DEVICES = 131_072
 """Largest topology accepted; the largest published training run is below a third of it."""
 
+RESERVED_NAMES = {"core", "device", "host"}
+"""What the other nodes of `Topology.graph` are called."""
+
 Name = Annotated[str, MaxLen(200)]
 Bandwidth = Annotated[float, Gt(0), Le(1e15)]
 
@@ -109,6 +112,10 @@ class Topology:
         sizes = [level.hosts_per_group for level in self.network]
         if any(b % a for a, b in pairwise(sizes)):
             raise ValueError(f"network: hosts_per_group {sizes}: each must divide the next")
+        names = [level.name for level in self.network]
+        if len(set(names)) < len(names) or RESERVED_NAMES & set(names):
+            raise ValueError(f"network: names {names}: they must differ, and none may be "
+                             f"{', '.join(sorted(RESERVED_NAMES))}")
 
     @property
     def num_devices(self) -> int:

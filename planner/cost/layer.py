@@ -28,7 +28,7 @@ from planner.topology_groups import Span
 from profiler.layer_graph import LayerKind
 
 __all__ = ["Group", "LayerCost", "ParameterCost", "layer_cost", "overlap_extra_s",
-           "parameter_cost"]
+           "parameter_cost", "tensor_parallel_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Sh
                      if p.trainable and p.split == "replicated" and p.name not in without)
     parameters = parameter_cost(trainable, frozen, group, request, tensor_parallel_copies=copies,
                                 each_micro_batch=each_micro_batch)
-    forward_tp, backward_tp, recompute_tp = _tensor_parallel_s(kind, choice, shard, group.tp)
+    forward_tp, backward_tp, recompute_tp = tensor_parallel_seconds(kind, choice, shard, group.tp)
     recompute = {"none": 0.0, "selective": compute.recompute_selective_s,
                  "full": compute.recompute_full_s}[choice.recompute] + recompute_tp
     resharded = choice.reshard and group.shard.size > 1
@@ -170,8 +170,8 @@ def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Sh
                             unsharded_gradients=unsharded_gradients, without=without))
 
 
-def _tensor_parallel_s(kind: LayerKind, choice: Choice, shard: Shard, span: Span
-                       ) -> tuple[float, float, float]:
+def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span: Span
+                            ) -> tuple[float, float, float]:
     """(forward, backward, recompute) seconds of the layer's tensor-parallel collectives."""
     if span.size == 1 or kind.tensor_parallel is None:
         return 0.0, 0.0, 0.0

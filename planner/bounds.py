@@ -1,0 +1,223 @@
+"""Lower bounds of the step time, valid for every layout of a row or of a candidate.
+
+Symbols as in `planner/pricing.py`; w_r = least seconds of a layer of run r for one micro-batch over all of
+its choices, n_r = its layers, S = sum n_r w_r.
+
+    slowest >= max(S / p, max_r ceil(n_r / p) w_r)           one rank has at least its share
+    slowest >= the best cut of the chain into p pieces       where a rank has one piece (v = 1)
+    sum t   >= S + receiving
+    tail    >= (once-a-step work of all layers) / p
+    step    >= (m - 1/v) slowest + (sum t) / v + tail + rest
+
+Memory: where the least that all layers can hold exceeds what all ranks have, there is no layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.layer import tensor_parallel_seconds
+from planner.cost.memory import layer_memory, local_parameters
+from planner.costing import Candidate, Coster
+from planner.greedy import least_bottleneck
+from planner.layout import Mesh, Schedule
+from planner.problem import StageProblem, choices_for
+from planner.topology_groups import Span
+
+__all__ = ["CandidateBounds", "ideal_span", "row_bounds"]
+
+Floats = NDArray[np.float64]
+SLACK = 1.0 - 1e-9
+"""Bounds are sums in another order than the prices: keep them below by more than rounding."""
+
+
+def ideal_span(coster: Coster, size: int) -> Span:
+    """Better than any span of this size in the topology: fewest hosts, the best links, unshared."""
+    hosts = coster.topology.hosts
+    per_host = max(g.devices_per_host for g in hosts)
+    num_hosts = ceil(size / per_host)
+    members = size if num_hosts == 1 else per_host
+    return Span(
+        size=size, num_groups=1, num_hosts=num_hosts, members_per_host=members,
+        max_members_per_host=members, groups_per_host=1,
+        device_bytes_per_s=max(g.device_link.effective_bytes_per_s for g in hosts),
+        device_latency_s=0.0,
+        card_bytes_per_s=inf if num_hosts == 1 else max(
+            g.network_card.effective_bytes_per_s * g.cards_per_host for g in hosts),
+        card_latency_s=0.0)
+
+
+@dataclass(slots=True)
+class _Least:
+    """The least of each run's layer at one (tp, micro-batch): arrays over runs."""
+
+    seconds: Floats
+    activation_bytes: Floats
+    trainable: Floats
+    frozen: Floats
+
+
+def _least(coster: Coster, tp: int, micro_batch: int) -> _Least:
+    span = ideal_span(coster, tp)
+    candidate = Candidate(mesh=Mesh(tp=tp), micro_batch=micro_batch, num_micro_batches=1,
+                          schedule=Schedule())
+    result = []
+    for run in coster.chain.runs:
+        kind = coster.graph.kinds[run.kind]
+        tied = frozenset(name for _, name in run.tied)
+        rows = []
+        for choice in choices_for(coster, run, candidate):
+            shard = coster.shard(micro_batch, tp, choice)
+            collectives = sum(tensor_parallel_seconds(kind, choice, shard, span))
+            compute = inf
+            for group in range(len(coster.topology.hosts)):
+                times = coster.compute(run.kind, shard, (group,))
+                again = {"none": 0.0, "selective": times.recompute_selective_s,
+                         "full": times.recompute_full_s}[choice.recompute]
+                compute = min(compute, times.forward_s + times.backward_s + again)
+            memory = layer_memory(kind, choice, shard, request=coster.request, dp_shard=1,
+                                  unsharded_gradients=False, without=tied)
+            rows.append((compute + collectives, memory.activation_bytes,
+                         *local_parameters(kind, shard.tp, tied)))
+        result.append(np.min(np.array(rows, dtype=float), axis=0))
+    return _Least(*np.array(result).T)
+
+
+def row_bounds(coster: Coster, table: dict[str, NDArray[np.int64]]) -> Floats:
+    """Lower bound of each row of level 1; inf where memory cannot suffice."""
+    bounds = np.empty(len(table["tp"]))
+    pairs = np.stack([table["tp"], table["micro_batch"]])
+    unique, inverse = np.unique(pairs, axis=1, return_inverse=True)
+    order = np.argsort(inverse.ravel(), kind="stable")
+    groups = np.split(order, np.cumsum(np.bincount(inverse.ravel()))[:-1])
+    counts = np.array([run.count for run in coster.chain.runs], dtype=float)
+    for (tp, micro_batch), index in zip(unique.T, groups, strict=True):
+        least = _least(coster, int(tp), int(micro_batch))
+        bounds[index] = _bound(coster, least, counts, int(tp),
+                               *(table[name][index].astype(float)
+                                 for name in ("pp", "dp", "num_micro_batches")))
+    return bounds * SLACK
+
+
+def _bound(coster: Coster, least: _Least, counts: Floats, tp: int, pp: Floats, dp: Floats,
+           m: Floats) -> Floats:
+    request = coster.request
+    size, moments = request.bytes, request.num_moments
+    devices = [group.device for group in coster.topology.hosts]
+    total = float(counts @ least.seconds)
+    shares = np.ceil(counts[:, None] / pp) * least.seconds[:, None]
+    slowest = np.maximum(total / pp, shares.max(axis=0))
+    chunks = np.maximum(1, coster.chain.num_layers // pp)
+    if coster.capabilities.interleaved_micro_batches == "multiple_of_pp":
+        chunks = np.where(m % pp == 0, chunks, 1)
+    chunks = np.where(pp > 1, chunks, 1)
+    trainable, frozen = float(counts @ least.trainable), float(counts @ least.frozen)
+    ranks = pp * dp
+    update = (2 * size.stored_bytes + 4 * size.gradient_bytes + 2 * moments * size.state_bytes)
+    bandwidth = max(d.memory_bandwidth_bytes_per_s * d.memory_efficiency.fraction[-1]
+                    for d in devices)
+    tail = trainable * update / ranks / bandwidth
+    bound = (m - 1 / chunks) * slowest + total / chunks + tail
+    # Least memory of all pipeline ranks together: states sharded over all of dp, one micro-batch
+    # held; with stages whole gradients, unless the target can reduce each micro-batch.
+    whole = (pp > 1) & (dp > 1) & (
+        not coster.capabilities.gradient_sync_per_micro_batch_with_pipeline)
+    state = (trainable * (size.stored_bytes + moments * size.state_bytes)
+             + frozen * size.compute_bytes) / dp
+    # Where nothing is sharded gradients are whole as well, so the smaller of both is a bound.
+    gradient = trainable * np.where(whole, min(size.reduce_bytes, size.gradient_bytes),
+                                    size.gradient_bytes / dp)
+    needed = state + gradient + float(counts @ least.activation_bytes)
+    available = pp * max((1 - request.memory_margin) * d.memory_bytes - d.context_bytes
+                         for d in devices)
+    return np.where(needed > available, inf, bound)
+
+
+@dataclass(slots=True)
+class _Table:
+    """The least of each run under one set of options: arrays over runs, and the cuts' least."""
+
+    counts: Floats
+    seconds: Floats
+    once: Floats
+    reduce: Floats
+    window: Floats
+    slowdown: float
+
+
+class CandidateBounds:
+    """Bounds of candidates from their exact costs, memory left out."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, _Table] = {}
+        self._bottlenecks: dict[tuple[int, int], float] = {}
+
+    def _table(self, problem: StageProblem) -> _Table:
+        key = id(problem.options)  # kept alive by the coster's cache
+        if key not in self._tables:
+            columns = []
+            for options in problem.options:
+                costs = [cost for option in options for cost in option.costs]
+                columns.append((
+                    min(c.forward_s + c.backward_s for c in costs),
+                    min(c.once_gather_s + c.parameters.optimizer_s + c.parameters.norm_s
+                        for c in costs),
+                    min(c.parameters.reduce_s for c in costs),
+                    max(c.window_s for c in costs)))
+            seconds, once, reduce, window = np.array(columns).T
+            self._tables[key] = _Table(
+                counts=np.array([run.count for run in problem.runs], dtype=float),
+                seconds=seconds, once=once, reduce=reduce, window=window,
+                slowdown=min(c.group.overlap_slowdown for c in problem.contexts))
+        return self._tables[key]
+
+    def _least_bottleneck(self, problem: StageProblem, table: _Table, p: int) -> float:
+        key = (id(problem.options), p)
+        if key not in self._bottlenecks:
+            weights = np.repeat(table.seconds, [run.count for run in problem.runs])
+            self._bottlenecks[key] = least_bottleneck(weights.tolist(), p)
+        return self._bottlenecks[key]
+
+    def bound(self, problem: StageProblem) -> tuple[float, float]:
+        """(bound of the step, bound of the slowest rank's seconds) of a candidate."""
+        candidate = problem.candidate
+        p, v, m = candidate.mesh.pp, candidate.schedule.chunks, candidate.num_micro_batches
+        table = self._table(problem)
+        counts = table.counts
+        total = float(counts @ table.seconds)
+        slowest = max(total / p, float((np.ceil(counts / p) * table.seconds).max()))
+        if v == 1 and p > 1:
+            slowest = max(slowest, self._least_bottleneck(problem, table, p))
+        if p > 1:
+            ahead, back = _least_receive(problem)
+            total += (p * v - 1) * (ahead + back)
+            # Each rank has v pieces; the first receives no activations once, the last no gradients.
+            slowest += (v - 1) * (ahead + back) + min(ahead, back)
+        once, reduce = float(counts @ table.once), float(counts @ table.reduce)
+        if not problem.overlaps:
+            tail = (once + reduce) / p
+        elif p > 1:
+            tail = (once + (table.slowdown - 1.0) * reduce) / p
+        else:
+            hidden = (2.0 - table.slowdown) * float(counts @ table.window)
+            tail = once + max((table.slowdown - 1.0) * reduce, reduce - hidden)
+        step = (m - 1 / v) * slowest + total / v + tail + problem.rest_s
+        return step * SLACK, slowest * SLACK
+
+
+def _least_receive(problem: StageProblem) -> tuple[float, float]:
+    """Least seconds that any cut costs forward and backward."""
+    cuts = []
+    for i in range(problem.candidate.mesh.pp - 1):
+        for r, run in enumerate(problem.runs):
+            if run.inside is not None:
+                cuts.append(problem.inside[i][r])
+            if run.after is not None:
+                cuts.append(problem.after[i][r])
+        if problem.inside[0] is problem.inside[-1]:
+            break  # every rank sends alike
+    return min(c.forward_s for c in cuts), min(c.backward_s for c in cuts)

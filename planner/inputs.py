@@ -1,0 +1,134 @@
+"""From what a user gives, on the command line or in Python, to the records of a search."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner import models
+from planner.layout import Layout, Reference
+from planner.request import Request
+from profiler.documents import digest, load, parse
+from profiler.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from planner.topology import Topology
+    from profiler.layer_graph import LayerGraph
+
+__all__ = ["Checked", "check", "check_seq_len", "make_request", "resolve_model", "topology_name"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A layout with its prediction, and what it is about."""
+
+    layout: Layout
+    graph: LayerGraph
+    topology: Topology
+
+
+def resolve_model(model: Any, example_inputs: Any = None) -> tuple[LayerGraph, str]:
+    """The graph of a model, and the name under which a layout finds it again."""
+    from profiler.layer_graph import LayerGraph
+
+    if isinstance(model, LayerGraph):
+        return model, model.name
+    if isinstance(model, (str, Path)):
+        return models.resolve(model), str(model)
+    torch = sys.modules.get("torch")  # whoever has an nn.Module has imported it
+    if torch is not None and isinstance(model, torch.nn.Module):
+        from profiler.trace import trace
+
+        name = type(model).__name__
+        return trace(model, example_inputs, name=name), name
+    raise InvalidInput(f"a model is a name, a path, package.module:function, an nn.Module or a "
+                       f"LayerGraph, not {type(model).__name__}")
+
+
+def topology_name(given: str | Path | Topology, topology: Topology) -> str:
+    """The name under which a layout finds its topology again."""
+    return str(given) if isinstance(given, (str, Path)) else topology.name
+
+
+def make_request(graph: LayerGraph, fields: Mapping[str, Any]) -> Request:
+    """The request; a `seq_len` of None takes the only length that the model allows.
+
+    Raises:
+        InvalidInput: a field is out of range, or the model takes no such sequence.
+    """
+    fields = dict(fields)
+    if fields.get("seq_len") is None:
+        fields["seq_len"] = _only_seq_len(graph)
+    known = Request.__dataclass_fields__
+    unknown = [f"{name}: a request has no such field; it has {', '.join(known)}"
+               for name in fields if name not in known]
+    if unknown:
+        raise InvalidInput(unknown)
+    request = parse(Request, fields, "request")
+    check_seq_len(graph, request.seq_len)
+    return request
+
+
+def _only_seq_len(graph: LayerGraph) -> int:
+    if graph.fixed_seq_len is not None:
+        return graph.fixed_seq_len
+    if graph.sample != "tokens":
+        return 1
+    most = f", at most {graph.max_seq_len:,} of them" if graph.max_seq_len else ""
+    raise InvalidInput(f"sequence length (--seq-len): missing; a sample of {graph.name} is "
+                       f"tokens{most}")
+
+
+def check_seq_len(graph: LayerGraph, seq_len: int) -> None:
+    """Raise InvalidInput where the model takes no sequence of this length."""
+    fixed = graph.fixed_seq_len if graph.sample == "tokens" else graph.fixed_seq_len or 1
+    if fixed is not None and seq_len != fixed:
+        raise InvalidInput(f"sequence length {seq_len:,}: {graph.name} takes {graph.sample}, "
+                           f"for which it is {fixed}")
+    if graph.max_seq_len is not None and seq_len > graph.max_seq_len:
+        raise InvalidInput(f"sequence length {seq_len:,}: {graph.name} takes at most "
+                           f"{graph.max_seq_len:,} tokens in a sample")
+
+
+def check(layout: Layout | str | Path, model: Any = None,
+          topology: str | Path | Topology | None = None, example_inputs: Any = None) -> Checked:
+    """Find what a layout is about, and price it.
+
+    Proof and alternatives are dropped: they are of a search, and nothing here repeats it.
+
+    Raises:
+        InvalidInput: see `planner.check`.
+    """
+    from planner import pricing, topology_files
+
+    where = "layout"
+    if not isinstance(layout, Layout):
+        where = str(layout)
+        layout = load(Layout, layout)
+    graph, model_name = resolve_model(layout.model.name if model is None else model, example_inputs)
+    given = layout.topology.name if topology is None else topology
+    devices = topology_files.resolve(given)
+    changed = []
+    if model is None:
+        changed += _changed(where, "model", layout.model, digest(graph))
+    if topology is None:
+        changed += _changed(where, "topology", layout.topology, digest(devices))
+    if changed:
+        raise InvalidInput(changed)
+    check_seq_len(graph, layout.request.seq_len)
+    layout = replace(
+        layout, prediction=None, proof=None, alternatives=(),
+        model=Reference(name=model_name, digest=digest(graph)),
+        topology=Reference(name=topology_name(given, devices), digest=digest(devices)))
+    return Checked(layout=pricing.price(graph, devices, layout), graph=graph, topology=devices)
+
+
+def _changed(where: str, what: str, reference: Reference, found: str) -> list[str]:
+    if reference.digest in (None, found):
+        return []
+    return [f"{where}: {what} {reference.name!r} is not what it was when the layout was made: its "
+            f"digest is {found[:19]}..., the layout has {str(reference.digest)[:19]}...; to price "
+            f"the layout for what it is now, give --{what}"]

@@ -1,0 +1,180 @@
+"""The stage problem of one candidate: what `formulation.py` turns into a program.
+
+For each run of equal layers the choices that can be part of a best answer (dominated ones are left out),
+with their costs on every class of pipeline ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from planner.chain import Run
+from planner.cost.layer import LayerCost
+from planner.cost.pipeline import in_flight
+from planner.costing import Candidate, Coster, CutCost, RankContext, TieCost
+from planner.layout import Choice
+from profiler.layer_graph import LayerKind
+
+__all__ = ["Option", "StageProblem", "choices_for", "divisible", "make_problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One choice for the layers of a run; `costs` holds one entry per class of ranks."""
+
+    choice: Choice
+    costs: tuple[LayerCost, ...]
+
+    def seconds(self, rank_class: int) -> float:
+        """Per micro-batch, forward and backward."""
+        cost = self.costs[rank_class]
+        return cost.forward_s + cost.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProblem:
+    """All that the cut into stages and the choices depend on.
+
+    options[r]: of run r. rank_class[i], capacity_bytes[i], moments[i]: of pipeline rank i (capacity after
+    context and communicators). inside[i][r], after[i][r]: cuts sent by rank i. ties[g]: (runs that
+    hold it, cost per class, seconds of one reduction between ranks). rest_s: constant seconds.
+    """
+
+    candidate: Candidate
+    runs: tuple[Run, ...]
+    options: tuple[tuple[Option, ...], ...]
+    contexts: tuple[RankContext, ...]
+    rank_class: tuple[int, ...]
+    capacity_bytes: tuple[int, ...]
+    moments: tuple[tuple[tuple[int, ...], ...], ...]
+    inside: tuple[tuple[CutCost, ...], ...]
+    after: tuple[tuple[CutCost, ...], ...]
+    ties: tuple[tuple[tuple[int, ...], tuple[TieCost, ...], float], ...]
+    overlaps: bool
+    rest_s: float
+
+    @property
+    def num_layers(self) -> int:
+        return sum(run.count for run in self.runs)
+
+    @property
+    def num_stages(self) -> int:
+        return self.candidate.mesh.pp * self.candidate.schedule.chunks
+
+
+def divisible(kind: LayerKind, tp: int, *, replicate_kv_heads: bool, pad_vocabulary: bool
+              ) -> list[str]:
+    """Why a layer cannot be divided over `tp` ranks; empty if it can (or has nothing to divide)."""
+    if kind.tensor_parallel is None:
+        return []
+    problems = []
+    for name, size in kind.tensor_parallel.divides.items():
+        if name == "vocabulary" and pad_vocabulary:
+            continue
+        if name == "kv_heads" and replicate_kv_heads and tp % size == 0:
+            continue
+        if size % tp:
+            problems.append(f"{name} {size} is not divisible by {tp}")
+    return problems
+
+
+def choices_for(coster: Coster, run: Run, candidate: Candidate) -> list[Choice]:
+    """Every choice that is legal for the layers of a run, in a fixed order."""
+    capabilities, request, mesh = coster.capabilities, coster.request, candidate.mesh
+    kind = coster.graph.kinds[run.kind]
+    recompute = [mode for mode in capabilities.recompute
+                 if request.recompute in (None, mode)]
+    reshard = [mesh.dp_shard > 1]
+    if mesh.dp_shard > 1 and capabilities.reshard_per_layer:
+        reshard = [True, False]
+    if run.tied:
+        reshard = [False]  # a tied parameter lives in the root unit, which stays gathered
+    whole = [True]
+    if mesh.tp > 1 and kind.tensor_parallel is not None:
+        if divisible(kind, mesh.tp, replicate_kv_heads=capabilities.replicate_kv_heads,
+                     pad_vocabulary=capabilities.pad_vocabulary):
+            whole = [False]
+        elif capabilities.tensor_parallel_per_layer and not run.tied:
+            whole = [True, False]
+    return [Choice(recompute=r, reshard=s, tensor_parallel=t)
+            for r, s, t in product(recompute, reshard, whole)]
+
+
+def _vector(option: Option, keep_window: bool) -> tuple[float, ...]:
+    values: list[float] = []
+    for cost in option.costs:
+        memory = cost.memory
+        values += [cost.forward_s, cost.backward_s, cost.once_gather_s, cost.parameters.reduce_s,
+                   cost.parameters.optimizer_s + cost.parameters.norm_s, memory.static_bytes,
+                   memory.activation_bytes, memory.working_set_bytes,
+                   memory.optimizer_temporary_bytes]
+        if keep_window:
+            values.append(-cost.window_s)
+    return tuple(values)
+
+
+def _undominated(options: Sequence[Option], keep_window: bool) -> tuple[Option, ...]:
+    """Without those that another equals or beats in every respect (the first of equals stays).
+
+    A larger window hides more of the last reduction, but on a lone rank a layer that is slower by x costs
+    m*x in the micro-batches and hides at most x of it, so there the window need not be kept.
+    """
+    kept: list[tuple[tuple[float, ...], Option]] = []
+    for option in sorted(options, key=lambda o: _vector(o, keep_window)):
+        vector = _vector(option, keep_window)
+        if not any(all(a <= b for a, b in zip(other, vector, strict=True)) for other, _ in kept):
+            kept.append((vector, option))
+    return tuple(option for _, option in kept)
+
+
+def make_problem(coster: Coster, candidate: Candidate) -> StageProblem:
+    """The stage problem of a candidate."""
+    mesh, schedule = candidate.mesh, candidate.schedule
+    contexts, rank_class = coster.contexts(mesh)
+    overlaps = coster.overlaps(mesh)
+    options = _options(coster, candidate, contexts, overlaps and mesh.pp > 1)
+    senders = range(mesh.pp) if not coster.topology.is_uniform else (0,)
+    none = CutCost()
+    inside, after = [], []
+    for sender in senders if mesh.pp > 1 else ():
+        can_send = sender < mesh.pp - 1 or schedule.chunks > 1
+        inside.append(tuple(coster.cut(r.inside, candidate, sender) if r.inside and can_send
+                            else none for r in coster.chain.runs))
+        after.append(tuple(coster.cut(r.after, candidate, sender) if r.after and can_send
+                           else none for r in coster.chain.runs))
+    if len(inside) < mesh.pp:
+        blank = tuple(none for _ in coster.chain.runs)
+        inside = (inside or [blank]) * mesh.pp
+        after = (after or [blank]) * mesh.pp
+    run_of_layer = {run.first: index for index, run in enumerate(coster.chain.runs)}
+    ties = tuple(
+        (tuple(dict.fromkeys(run_of_layer[layer] for layer, _ in places)),
+         tuple(coster.tie(group, candidate, context) for context in contexts),
+         coster.tie_reduction_s(group, candidate) if mesh.pp > 1 else 0.0)
+        for group, places in enumerate(coster.chain.tied_places))
+    return StageProblem(
+        candidate=candidate, runs=coster.chain.runs, options=options, contexts=contexts,
+        rank_class=rank_class, inside=tuple(inside), after=tuple(after), ties=ties,
+        capacity_bytes=tuple(contexts[c].capacity_bytes - contexts[c].overhead_bytes
+                             for c in rank_class),
+        moments=tuple(in_flight(schedule.name, mesh.pp, schedule.chunks,
+                                candidate.num_micro_batches, r) for r in range(mesh.pp)),
+        overlaps=overlaps, rest_s=coster.norm_latency_s(mesh))
+
+
+def _options(coster: Coster, candidate: Candidate, contexts: tuple[RankContext, ...],
+             keep_window: bool) -> tuple[tuple[Option, ...], ...]:
+    """The undominated options of every run; candidates that differ only in pp often share them."""
+    key = (contexts, candidate.mesh.tp, candidate.mesh.dp_shard, candidate.micro_batch,
+           candidate.each_micro_batch, candidate.unsharded_gradients, keep_window)
+    if key not in coster.option_cache:
+        coster.option_cache[key] = tuple(
+            _undominated([
+                Option(choice, tuple(coster.layer(run, choice, candidate, context)
+                                     for context in contexts))
+                for choice in choices_for(coster, run, candidate)], keep_window)
+            for run in coster.chain.runs)
+    options: tuple[tuple[Option, ...], ...] = coster.option_cache[key]
+    return options

@@ -37,7 +37,6 @@ DOCUMENTS = {
     "request": ("planner.request", "Request"),
 }
 DEFAULTS = Request.__dataclass_fields__
-COUNT = click.IntRange(min=1, max=2**31)
 
 EXAMPLES = """\b
 Examples:
@@ -88,11 +87,15 @@ def commands() -> None:
     """
 
 
+def _count(name: str, text: str) -> Callable[..., Any]:
+    return click.option(name, type=click.IntRange(min=1), metavar="N", help=text)
+
+
 def _request_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The fields of a Request as options; one that is not given leaves the field at its default."""
     options = [
-        click.option("--global-batch", type=COUNT, help="Samples per optimizer step."),
-        click.option("--seq-len", type=COUNT, help="Tokens per sample."),
+        _count("--global-batch", "Samples per optimizer step."),
+        _count("--seq-len", "Tokens per sample."),
         click.option("--precision", type=click.Choice(list(PRECISIONS)),
                      help=f"Default {DEFAULTS['precision'].default}."),
         click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)),
@@ -104,11 +107,11 @@ def _request_options(function: Callable[..., Any]) -> Callable[..., Any]:
                           f"Default {DEFAULTS['memory_margin'].default}."),
         click.option("--for", "target", metavar="ENGINE", help="What will run the layout. "
                      f"Default {DEFAULTS['target'].default}."),
-        click.option("--pp", type=COUNT, help="Fix the number of pipeline ranks."),
-        click.option("--tp", type=COUNT, help="Fix the tensor-parallel degree."),
-        click.option("--dp-shard", type=COUNT, help="Fix the ranks that share parameters (FSDP)."),
-        click.option("--dp-replicate", type=COUNT, help="Fix the number of replicas."),
-        click.option("--micro-batch", type=COUNT, help="Fix the samples in a micro-batch."),
+        _count("--pp", "Fix the number of pipeline ranks."),
+        _count("--tp", "Fix the tensor-parallel degree."),
+        _count("--dp-shard", "Fix the ranks that share parameters (FSDP)."),
+        _count("--dp-replicate", "Fix the number of replicas."),
+        _count("--micro-batch", "Fix the samples in a micro-batch."),
         click.option("--schedule", type=click.Choice(get_args(ScheduleName)),
                      help="Fix the pipeline schedule."),
         click.option("--recompute", type=click.Choice(get_args(RecomputeMode)),
@@ -129,7 +132,7 @@ def _request_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--output", "-o", metavar="FILE", help="Write the layout here.")
 @click.option("--json", "as_json", is_flag=True,
               help="Print the layout as JSON instead of the report.")
-@click.option("--time-limit", type=click.FloatRange(0, 1e9, min_open=True), metavar="SECONDS",
+@click.option("--time-limit", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
               help="Stop the search then, with the best layout so far.")
 @click.option("--no-progress", "--quiet", "-q", "quiet", is_flag=True,
               help="Show no progress line.")
@@ -251,7 +254,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _places(path: Path) -> list[Path]:
-    """What must be writable: a file is replaced in its folder, a pipe or device is written itself."""
+    """What must be writable: a file is replaced in its folder, a pipe or device is written to."""
     if not path.exists():
         return [path.parent]
     return [path, path.parent] if path.is_file() else [path]
@@ -286,9 +289,9 @@ def _fail(error: MeshwrightError) -> int:
         _say("interrupted", [str(error) or "there is no layout yet"])
     else:
         _say("error" if not isinstance(error, Infeasible) else "does not fit", [str(error)])
-        diagnosis = getattr(error, "diagnosis", None)
-        for line in diagnosis.lines() if hasattr(diagnosis, "lines") else ():
-            click.echo(line, err=True)
+        diagnosis: Any = getattr(error, "diagnosis", None)
+        if diagnosis is not None:
+            click.echo("\n".join(diagnosis.lines()), err=True)
     return error.exit_status
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from planner.layout import Layout
-from planner.topology import Topology
-from profiler.layer_graph import LayerGraph
+if TYPE_CHECKING:
+    from planner.layout import Layout
+    from planner.topology import Topology
+    from profiler.layer_graph import LayerGraph
 
 __all__ = ["WIDTH", "print_check", "print_plan"]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from planner.report.words import gib, printable, scaled, seconds
-from planner.topology import HostGroup, Link, Topology
+
+if TYPE_CHECKING:
+    from planner.topology import HostGroup, Link, Topology
 
 __all__ = ["models", "topologies", "topology"]
 
@@ -25,10 +28,11 @@ def models() -> str:
 
 def topologies() -> str:
     """The presets, a topology a line."""
-    from planner.topology_files import describe, names
+    from planner.topology_files import PRESETS, names
+    from profiler.documents import read_data
 
     rows = [("name", "one host")]
-    rows += [(name, describe(name)) for name in names()]
+    rows += [(name, read_data(PRESETS / f"{name}.json")["description"]) for name in names()]
     return "\n".join([
         _columns(rows, right=set()), "",
         "NAME:16 is sixteen hosts; NAME:2+NAME:2 are two kinds together; 'local' is this machine.",
@@ -57,7 +61,11 @@ def _group(group: HostGroup) -> list[str]:
                 "memory_bandwidth_bytes_per_s")]
     figures += [(f"peak {dtype}", scaled(peak, "FLOP/s"), "peak_flops_per_s")
                 for dtype, peak in device.peak_flops_per_s.items()]
-    rows = [(f"  {name}", value, device.sources.get(key, "")) for name, value, key in figures]
+    rows, told = [], ""
+    for name, value, key in figures:
+        source = device.sources.get(key, "")
+        rows.append((f"  {name}", value, source if source != told else ""))
+        told = source
     rows.append(_link("between devices", group.device_link))
     cards = f"{_plural(group.cards_per_host, 'card')} between hosts"
     rows.append(_link(cards, group.network_card))
@@ -65,9 +73,11 @@ def _group(group: HostGroup) -> list[str]:
 
 
 def _link(name: str, link: Link) -> tuple[str, str, str]:
-    figures = (f"{scaled(link.bandwidth_bytes_per_s, 'B/s')} each way, of which collectives reach "
-               f"{link.efficiency:.0%}; {seconds(link.latency_s)}")
-    return f"  {name}", "", f"{figures}{'. ' + link.source if link.source else ''}"
+    rest = f"each way, of which collectives reach {link.efficiency:.0%}; {seconds(link.latency_s)}"
+    if link.aggregate_bytes_per_s is not None:
+        rest += f"; all links of a host together {scaled(link.aggregate_bytes_per_s, 'B/s')}"
+    return (f"  {name}", scaled(link.bandwidth_bytes_per_s, "B/s"),
+            f"{rest}{'. ' + link.source if link.source else ''}")
 
 
 def _network(found: Topology) -> list[str]:

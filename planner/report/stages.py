@@ -84,7 +84,8 @@ def _rows(run: Sequence[_Rank], mesh: Mesh, names: LayerNames) -> Iterator[dict[
     most = max(rank.prediction.total_memory_bytes for rank in run)
     whole = {"stage": ranges(rank.index for rank in run), "ranks": _devices(run, mesh),
              "device": printable(first.prediction.device),
-             "per micro-batch": seconds(first.seconds), "memory GiB": gib(most) if len(run) == 1 else f"<= {gib(most)}"}
+             "per micro-batch": seconds(first.seconds),
+             "memory GiB": gib(most) if len(run) == 1 else f"<= {gib(most)}"}
     for position, (choice, layers) in enumerate(first.layers):
         every = [layer for rank in run for layer in rank.layers[position][1]]
         text = names.text(sorted(every))

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from profiler.layer_graph import LayerGraph
+if TYPE_CHECKING:
+    from profiler.layer_graph import LayerGraph
 
 __all__ = ["GIB", "LayerNames", "gib", "printable", "ranges", "scaled", "seconds", "share", "term"]
 

@@ -492,6 +492,12 @@ def test_no_torch_for_models_of_the_catalogue() -> None:
 
 # --- the README
 
+def readme_block(language: str) -> str:
+    """The first block of a language."""
+    text = (ROOT / "README.md").read_text()
+    return text.split(f"```{language}\n", 1)[1].split("```", 1)[0]
+
+
 def readme_commands() -> list[str]:
     """The `plan` lines of its shell blocks, continued lines joined."""
     text = (ROOT / "README.md").read_text().replace("\\\n", " ")
@@ -506,7 +512,7 @@ def test_readme_commands_run(command: Command, tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"preset": "dgx-h100", "nodes": 1}))
     (tmp_path / "mypkg").mkdir()
     (tmp_path / "mypkg" / "models.py").write_text(BUILDER)
-    (tmp_path / "mine.json").write_text(json.dumps(HAND_WRITTEN))
+    (tmp_path / "mine.json").write_text(readme_block("json"))
     lines = readme_commands()
     assert len(lines) >= 8
     for line in lines:

@@ -231,6 +231,10 @@ def test_catalogue_lists_models_and_topologies() -> None:
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+def test_aliases_find_the_same_model() -> None:
+    assert models.resolve("Llama-3-8B") == models.resolve("llama3-8b")
+
+
 def test_catalogue_counts_as_the_graphs_do() -> None:
     for entry in models.catalogue():
         if entry.name in ("gpt2", "llama3-8b"):

@@ -40,7 +40,7 @@ from profiler.device import Device, load_device
 from profiler.documents import STRICT, parse, read_data
 from profiler.errors import InvalidInput, UnknownName
 
-__all__ = ["MAX_TOPOLOGY_BYTES", "describe", "names", "resolve"]
+__all__ = ["MAX_TOPOLOGY_BYTES", "PRESETS", "describe", "names", "resolve"]
 
 PRESETS = Path(__file__).parent / "topologies"
 SUFFIXES = (".json", ".yaml", ".yml")

@@ -53,7 +53,8 @@ def trace_hugging_face(config: Mapping[str, Any] | str | Path, *, name: str | No
         config = read_data(path)
         if not isinstance(config, Mapping):
             raise InvalidInput(f"{path}: a config is a JSON object")
-    model, task, built = build_model(config)
+    with _quiet():
+        model, task, built = build_model(config)
     max_seq_len = _first_int(built, _LONGEST) if task != "images" else None
     experts = {module.gate_up_proj.shape[0] for module in model.modules() if is_experts(module)}
     window = _first_int(built, ("sliding_window",)) if getattr(
@@ -61,11 +62,24 @@ def trace_hugging_face(config: Mapping[str, Any] | str | Path, *, name: str | No
     kept = {key: value for key, value in config.items() if key not in _IGNORED}
     source = ModelSource(hugging_face_class=type(model).__name__, hugging_face_config=kept,
                          note=note)
-    with _whole_samples():
+    with _quiet(), _whole_samples():
         return trace_module(
             model, _input_maker(task, built), name=name or str(config.get("model_type")),
             sample="images" if task == "images" else "tokens", max_seq_len=max_seq_len,
             source=source, window=window, rows_multiple=math.lcm(*experts) if experts else 1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the advice that transformers prints about training and generation."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager

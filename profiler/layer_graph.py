@@ -102,9 +102,10 @@ class AttentionShape:
 class Op:
     """One operation of a layer, or several small ones of one module taken together.
 
-    flops count a multiply-add as 2 (as `torch.utils.flop_counter`), attention in full even if causal.
-    Elements moved (read + written) are of the compute dtype; bytes moved are of tensors whose
-    dtype is fixed (indices, masks, float32 statistics). Backward covers both gradients.
+    flops count a multiply-add as 2 (as `torch.utils.flop_counter`), attention in full even if
+    causal. Elements moved (read + written) are of the compute dtype; bytes moved are of
+    tensors whose dtype is fixed (indices, masks, float32 statistics). Backward covers both
+    gradients.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -167,8 +168,8 @@ class TensorParallel:
     `divides` maps a named dimension (heads, kv_heads, ffn, vocabulary, experts, ...) to its size;
     a legal degree divides each, `kv_heads` excepted where the executor replicates KV heads, and
     `vocabulary` excepted where it pads. `entries` are the elements of each activation that enters
-    a column region (gathered forward, its gradient reduced backward); `exits` of each that leaves a row
-    region (reduced forward, its gradient gathered backward).
+    a column region (gathered forward, its gradient reduced backward); `exits` of each that leaves
+    a row region (reduced forward, its gradient gathered backward).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

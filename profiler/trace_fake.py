@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from profiler.trace_run import Recorder
+    from profiler.trace_recorder import Recorder
 
 __all__ = ["COMPUTE_DTYPE", "accelerator_forms", "balanced_experts", "fake_parameters",
            "is_experts"]
@@ -70,7 +70,9 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
                 key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         with recorder.muted():
             *batch, heads, queries, _ = query.shape
-            out = query.new_empty((*batch, queries, heads, value.shape[-1])).transpose(-2, -3)
+            out = torch.empty_like(query)  # the kernel's output takes the layout of its query
+            if value.shape[-1] != query.shape[-1]:
+                out = query.new_empty((*batch, queries, heads, value.shape[-1])).transpose(-2, -3)
             statistics = query.new_empty((*batch, heads, queries), dtype=torch.float32)
         recorder.attention((query, key, value, mask), (out, statistics), causal)
         ctx.recorder = recorder

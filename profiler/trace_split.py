@@ -1,8 +1,8 @@
 """How tensor parallelism would divide a layer, inferred from its operations.
 
-Megatron's pattern: a matmul that reads what lies outside (the residual stream) is *column*, all that
-depends on it is inside, and the matmul that reads the inside is *row* and leads out again. Every
-matmul by a parameter starts as a candidate. One is taken back (left whole) when what it makes
+Megatron's pattern: a matmul that reads what lies outside (the residual stream) is *column*, all
+that depends on it is inside, and the matmul that reads the inside is *row* and leads out again.
+Every matmul by a parameter starts as a candidate. One is taken back (left whole) when what it makes
 
     - meets something whole in a pointwise operation (a residual sum inside),
     - is reduced or normalized over its whole width,
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from profiler.layer_graph import Split
-from profiler.trace_run import RawOp, Storage, Use
+from profiler.trace_events import RawOp, Storage, Use
 from profiler.trace_view import LayerView, kind_of_op
 
 __all__ = ["Splits", "infer_splits", "vocabulary_of"]
@@ -258,9 +258,9 @@ class _Inference:
         if self.vocabulary and "vocabulary" in {s for s, _ in self.splits.parameters.values()}:
             self._divide("vocabulary", self.vocabulary)
         for storage, state in self.states.items():
-            split: Split = ("feature" if isinstance(state, frozenset) else "vocabulary"
-                            if state == "vocabulary" else "sequence")
-            self.splits.storages[storage] = split
+            made: Split = ("feature" if isinstance(state, frozenset) else "vocabulary"
+                           if state == "vocabulary" else "sequence")
+            self.splits.storages[storage] = made
         for storage in gathered:
             self.splits.storages[storage] = "gathered"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from profiler.trace_run import RawOp, Run, Storage, Use
+from profiler.trace_events import RawOp, Run, Storage, Use
 
 __all__ = ["LayerView", "OpKind", "kind_of_op", "layer_views"]
 

@@ -111,12 +111,12 @@ def _choices(layers: Sequence[tuple[Choice, Sequence[int]]]) -> dict[str, str]:
 
 
 def _devices(run: Sequence[_Rank], mesh: Mesh) -> str:
-    """The ranks of these pipeline ranks; repeated blocks are described."""
+    """Their ranks in the mesh: `0-7`, or `0-7 of every 32` where they come back."""
     stride = mesh.stride("pp") if mesh.pp > 1 else mesh.num_devices
     low, high = run[0].index * stride, (run[-1].index + 1) * stride - 1
     block = f"{low:,}-{high:,}" if high > low else f"{low:,}"
     period = mesh.pp * stride
-    return block if period == mesh.num_devices else f"{block}, and so on every {period:,}"
+    return block if period == mesh.num_devices else f"{block} of every {period:,}"
 
 
 def memory_tables(layout: Layout) -> Iterator[Table]:

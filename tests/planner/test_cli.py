@@ -430,18 +430,19 @@ def test_interrupted_with_nothing(outcome: BaseException, command: Command,
     assert err.strip() == "interrupted: there is no layout yet"
 
 
-def test_interrupt_keeps_the_best_so_far(tmp_path: Path) -> None:
-    """However far the search is: a layout and status 0, or nothing and 130; never a traceback."""
+@pytest.mark.parametrize("after_s", [0.3, 2])
+def test_interrupt_keeps_the_best_so_far(after_s: float, tmp_path: Path) -> None:
+    """However far it is: a layout and status 0, or nothing and 130; never a traceback."""
     arguments = ["gpt3-175b", "--topology", "dgx-a100-80g:8", "--global-batch", "64",
                  "--seq-len", "2048", "-o", "layout.json"]
     process = subprocess.Popen(
         [sys.executable, "-m", "planner", *arguments], cwd=tmp_path, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    time.sleep(2)
+    time.sleep(after_s)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err
-    assert process.returncode in (0, 130, -signal.SIGINT)
+    assert process.returncode in (0, 130)
     assert (tmp_path / "layout.json").exists() == (process.returncode == 0)
     assert out.startswith("gpt3-175b on ") == (process.returncode == 0)
 

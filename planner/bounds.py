@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from planner.cost.layer import tensor_parallel_seconds
 from planner.cost.memory import layer_memory, local_parameters
 from planner.costing import Candidate, Coster
-from planner.greedy import least_bottleneck
+from planner.greedy import balanced_cut
 from planner.layout import Mesh, Schedule
-from planner.problem import StageProblem, choices_for
+from planner.problem import StageProblem, choices_for, least_receive
 from planner.topology_groups import Span
 
 __all__ = ["CandidateBounds", "ideal_span", "row_bounds"]
@@ -179,24 +179,32 @@ class CandidateBounds:
         key = (id(problem.options), p)
         if key not in self._bottlenecks:
             weights = np.repeat(table.seconds, [run.count for run in problem.runs])
-            self._bottlenecks[key] = least_bottleneck(weights.tolist(), p)
+            self._bottlenecks[key] = balanced_cut(weights.tolist(), p)[0]
         return self._bottlenecks[key]
 
     def bound(self, problem: StageProblem) -> tuple[float, float]:
         """(bound of the step, bound of the slowest rank's seconds) of a candidate."""
+        p, v = problem.candidate.mesh.pp, problem.candidate.schedule.chunks
+        table = self._table(problem)
+        slowest = max(float(table.counts @ table.seconds) / p,
+                      float((np.ceil(table.counts / p) * table.seconds).max()))
+        if v == 1 and p > 1:
+            slowest = max(slowest, self._least_bottleneck(problem, table, p))
+        if p > 1:
+            ahead, back = least_receive(problem)
+            # Each rank has v pieces; the first receives no activations once, the last no gradients.
+            slowest += (v - 1) * (ahead + back) + min(ahead, back)
+        return self.step(problem, slowest, 0.0), slowest * SLACK
+
+    def step(self, problem: StageProblem, slowest_s: float, total_s: float) -> float:
+        """Bound of the step from bounds of the slowest rank and of the sum over ranks."""
         candidate = problem.candidate
         p, v, m = candidate.mesh.pp, candidate.schedule.chunks, candidate.num_micro_batches
         table = self._table(problem)
         counts = table.counts
         total = float(counts @ table.seconds)
-        slowest = max(total / p, float((np.ceil(counts / p) * table.seconds).max()))
-        if v == 1 and p > 1:
-            slowest = max(slowest, self._least_bottleneck(problem, table, p))
         if p > 1:
-            ahead, back = _least_receive(problem)
-            total += (p * v - 1) * (ahead + back)
-            # Each rank has v pieces; the first receives no activations once, the last no gradients.
-            slowest += (v - 1) * (ahead + back) + min(ahead, back)
+            total += (p * v - 1) * sum(least_receive(problem))
         once, reduce = float(counts @ table.once), float(counts @ table.reduce)
         if not problem.overlaps:
             tail = (once + reduce) / p
@@ -205,19 +213,5 @@ class CandidateBounds:
         else:
             hidden = (2.0 - table.slowdown) * float(counts @ table.window)
             tail = once + max((table.slowdown - 1.0) * reduce, reduce - hidden)
-        step = (m - 1 / v) * slowest + total / v + tail + problem.rest_s
-        return step * SLACK, slowest * SLACK
-
-
-def _least_receive(problem: StageProblem) -> tuple[float, float]:
-    """Least seconds that any cut costs forward and backward."""
-    cuts = []
-    for i in range(problem.candidate.mesh.pp - 1):
-        for r, run in enumerate(problem.runs):
-            if run.inside is not None:
-                cuts.append(problem.inside[i][r])
-            if run.after is not None:
-                cuts.append(problem.after[i][r])
-        if problem.inside[0] is problem.inside[-1]:
-            break  # every rank sends alike
-    return min(c.forward_s for c in cuts), min(c.backward_s for c in cuts)
+        step = ((m - 1 / v) * slowest_s + max(total, total_s) / v + tail + problem.rest_s)
+        return step * SLACK

@@ -104,6 +104,7 @@ class Coster:
         self.option_cache: dict[object, Any] = {}  # of planner/problem.py
         self.mesh_cache: dict[tuple[int, int, int, int], list[Mesh]] = {}  # of planner/space.py
         self._interned: dict[object, RankContext] = {}
+        self._cuts: dict[object, CutCost] = {}
         self._contexts: dict[object, tuple[tuple[RankContext, ...], tuple[int, ...]]] = {}
 
     # --- where the ranks lie
@@ -215,6 +216,13 @@ class Coster:
 
     def cut(self, crossing: Crossing, candidate: Candidate, sender: int) -> CutCost:
         """What crossing from pipeline rank `sender` to the next costs one micro-batch."""
+        mesh = candidate.mesh
+        key = (id(crossing), mesh, candidate.micro_batch, candidate.schedule.chunks > 1, sender)
+        if key not in self._cuts:  # the chain keeps its crossings alive
+            self._cuts[key] = self._cut(crossing, candidate, sender)
+        return self._cuts[key]
+
+    def _cut(self, crossing: Crossing, candidate: Candidate, sender: int) -> CutCost:
         mesh = candidate.mesh
         edge = self.placement(mesh).pipeline_edge(
             mesh.stride("pp"), degree=mesh.pp, index=None if self.topology.is_uniform else sender,

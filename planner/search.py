@@ -2,7 +2,7 @@
 
     rows (tp, pp, dp, micro-batch)   bounded together with numpy          planner/bounds.py
       -> candidates                  bounded from their exact costs       planner/bounds.py
-        -> relaxed                   bounded with memory, by the LP       planner/formulation.py
+        -> filled                    bounded with memory                  planner/waterfill.py
           -> solved                  the integer program                  planner/formulation.py
 
 One heap holds all four kinds of node, ordered by bound. When the least bound reaches the best layout found,
@@ -18,15 +18,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
+from typing import TYPE_CHECKING
 
-from planner.bounds import CandidateBounds, row_bounds
+from planner.bounds import SLACK, CandidateBounds, row_bounds
 from planner.costing import Candidate, Coster
-from planner.greedy import greedy
+from planner.greedy import balanced_cut, even_cut, filled_cut, greedy
 from planner.layout import Choice
 from planner.pricing import Evaluation, evaluate
 from planner.problem import StageProblem, make_problem
 from planner.space import Row, expand, rows
+from planner.waterfill import Waterfill
 from profiler.errors import InternalError
+
+if TYPE_CHECKING:
+    from planner.formulation import Solution
 
 __all__ = ["TOLERANCE", "Found", "Outcome", "Progress", "run_search"]
 
@@ -73,12 +78,21 @@ class Outcome:
     complete: bool = False
     num_rows: int = 0
     num_candidates: int = 0
-    num_relaxed: int = 0
+    num_filled: int = 0
     num_solved: int = 0
 
     @property
     def best(self) -> Found | None:
         return self.found[0] if self.found else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A candidate in the heap: bound of its slowest rank, and once filled the stages to try."""
+
+    problem: StageProblem
+    slowest_s: float
+    cuts: list[list[int]] | None = None
 
 
 class _Search:
@@ -114,8 +128,8 @@ class _Search:
             while self.heap and self.heap[0][0] < self.best_s * (1 - TOLERANCE):
                 if self.deadline is not None and time.monotonic() > self.deadline:
                     break
-                bound, depth, _, content = heapq.heappop(self.heap)
-                self.step(bound, -depth, content)
+                bound, _, _, content = heapq.heappop(self.heap)
+                self.step(bound, content)
                 self.report(bound)
             else:
                 self.outcome.complete = True
@@ -126,57 +140,83 @@ class _Search:
         self.outcome.bound_s = self.best_s if self.outcome.complete else min(least, self.best_s)
         return self.outcome
 
-    def step(self, bound: float, depth: int, content: object) -> None:
+    def step(self, bound: float, content: object) -> None:
         if isinstance(content, Row):
             for candidate in expand(self.coster, content):
                 self.outcome.num_candidates += 1
                 problem = make_problem(self.coster, candidate)
                 exact, slowest = self.bounds.bound(problem)
-                self.push(max(exact, bound), 1, (problem, slowest))
+                self.push(max(exact, bound), 1, _Open(problem, slowest))
+        elif isinstance(content, _Open) and content.cuts is None:
+            self.fill(bound, content)
+        elif isinstance(content, _Open):
+            self.solve(bound, content)
+
+    def fill(self, bound: float, node: _Open) -> None:
+        """Bound a candidate with memory, by filling its ranks."""
+        problem = node.problem
+        self.outcome.num_filled += 1
+        filled = Waterfill(problem)
+        slowest_s, layers = filled.fill(node.slowest_s)
+        if slowest_s == inf:
             return
-        problem, slowest = content  # type: ignore[misc]
-        if depth == 1:
-            self.relax(bound, problem, slowest)
-        else:
-            self.solve(bound, problem, slowest)
+        # Ranks of a better layout are each done within its step's share of a micro-batch.
+        limit_s = self.best_s / problem.candidate.num_micro_batches
+        total_s = filled.least_sum(limit_s) if limit_s < inf else 0.0
+        with_memory = self.bounds.step(problem, slowest_s * SLACK, total_s)
+        self.push(max(bound, with_memory), 2,
+                  _Open(problem, slowest_s * SLACK, self.cuts(problem, filled, layers)))
 
-    def relax(self, bound: float, problem: StageProblem, slowest: float) -> None:
-        """Seed with the greedy answer; bound with memory."""
-        from planner.formulation import relaxed_bound
+    def cuts(self, problem: StageProblem, filled: Waterfill, layers: list[int]
+             ) -> list[list[int]]:
+        """Stages worth a try."""
+        if problem.candidate.schedule.chunks > 1:
+            return [even_cut(problem.num_layers, problem.num_stages)]
+        cut = filled_cut(problem, filled.main, layers)
+        weights = [min(o.seconds(0) for o in options)
+                   for run, options in zip(problem.runs, problem.options, strict=True)
+                   for _ in range(run.count)]
+        balanced = balanced_cut(weights, problem.num_stages)[1]
+        return [balanced] if cut is None or cut == balanced else [cut, balanced]
 
-        seeded = greedy(self.coster, problem)
-        if seeded is not None:
-            self.keep(problem.candidate, seeded[1], seeded[0])
-            if seeded[0].step_s * (1 - TOLERANCE) <= bound:
-                return  # as good as the bound: nothing left to solve
-        self.outcome.num_relaxed += 1
-        relaxed = relaxed_bound(problem, slowest)
-        if relaxed < inf:
-            self.push(max(bound, relaxed * (1 - 1e-7)), 2, (problem, slowest))
-
-    def solve(self, bound: float, problem: StageProblem, slowest: float) -> None:
+    def solve(self, bound: float, node: _Open) -> None:
+        """Try the quick layouts of a candidate, then its program."""
         from planner.formulation import solve
 
+        problem, candidate = node.problem, node.problem.candidate
+        for cuts in node.cuts or ():
+            segments = greedy(problem, cuts)
+            if segments is not None:
+                self.keep(candidate, segments, evaluate(self.coster, candidate, segments))
+        if bound >= self.best_s * (1 - TOLERANCE):
+            return  # as good as the bound: nothing left to solve
         self.outcome.num_solved += 1
         remaining = None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
-        solution = solve(problem, least_slowest_s=slowest, deterministic_time=DETERMINISTIC_LIMIT,
-                         most_s=self.best_s * (1 - TOLERANCE / 2), time_limit_s=remaining)
+        solution = solve(problem, least_slowest_s=node.slowest_s,
+                         deterministic_time=DETERMINISTIC_LIMIT, time_limit_s=remaining,
+                         most_s=self.best_s * (1 - TOLERANCE / 2))
         if solution.segments is not None:
-            evaluation = evaluate(self.coster, problem.candidate, solution.segments)
-            if not evaluation.fits:
-                raise InternalError(f"the program's answer does not fit: {problem.candidate}, "
-                                    f"over by {evaluation.overflow_bytes()} bytes")
-            if solution.status == "optimal" and evaluation.step_s < solution.bound_s * (
-                    1 - TOLERANCE):
-                raise InternalError(
-                    f"program and price disagree: {solution.bound_s} s and {evaluation.step_s} s "
-                    f"for {problem.candidate}")
-            self.keep(problem.candidate, solution.segments, evaluation)
+            self.keep(candidate, solution.segments, self.lifted(candidate, solution))
         if solution.status in ("feasible", "unknown"):
-            raise_to = max(bound, solution.bound_s * (1 - 1e-7))
-            self.push(raise_to, 2, (problem, slowest))
+            self.push(max(bound, solution.bound_s * (1 - TOLERANCE / 4)), 2,
+                      _Open(problem, node.slowest_s, []))
+
+    def lifted(self, candidate: Candidate, solution: Solution) -> Evaluation:
+        """The price of a program's answer, which must agree with the program."""
+        assert solution.segments is not None
+        evaluation = evaluate(self.coster, candidate, solution.segments)
+        if not evaluation.fits:
+            raise InternalError(f"the program's answer does not fit: {candidate}, over by "
+                                f"{evaluation.overflow_bytes()} bytes")
+        gap = abs(evaluation.step_s - solution.objective_s)
+        if gap > TOLERANCE * evaluation.step_s:
+            raise InternalError(f"program and price disagree: {solution.objective_s} s and "
+                                f"{evaluation.step_s} s for {candidate}")
+        return evaluation
 
     def keep(self, candidate: Candidate, segments: Segments, evaluation: Evaluation) -> None:
+        if not evaluation.fits:
+            return
         found = Found(candidate, segments, evaluation)
         self.outcome.found.append(found)
         self.outcome.found.sort(key=lambda f: f.step_s)

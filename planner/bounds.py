@@ -111,7 +111,7 @@ def _bound(coster: Coster, least: _Least, counts: Floats, tp: int, pp: Floats, d
     total = float(counts @ least.seconds)
     shares = np.ceil(counts[:, None] / pp) * least.seconds[:, None]
     slowest = np.maximum(total / pp, shares.max(axis=0))
-    chunks = np.maximum(1, coster.chain.num_layers // pp)
+    chunks = np.maximum(1, coster.chain.num_layers // pp)  # no fewer than `most_chunks`
     if coster.capabilities.interleaved_micro_batches == "multiple_of_pp":
         chunks = np.where(m % pp == 0, chunks, 1)
     chunks = np.where(pp > 1, chunks, 1)
@@ -164,8 +164,7 @@ class CandidateBounds:
                 costs = [cost for option in options for cost in option.costs]
                 columns.append((
                     min(c.forward_s + c.backward_s for c in costs),
-                    min(c.once_gather_s + c.parameters.optimizer_s + c.parameters.norm_s
-                        for c in costs),
+                    min(c.parameters.optimizer_s + c.parameters.norm_s for c in costs),
                     min(c.parameters.reduce_s for c in costs),
                     max(c.window_s for c in costs)))
             seconds, once, reduce, window = np.array(columns).T

@@ -57,6 +57,14 @@ class Chain:
     num_layers: int
     tied_places: tuple[tuple[tuple[int, str], ...], ...]
 
+    def most_chunks(self, pp: int) -> int:
+        """Most stages per pipeline rank of an interleaved schedule.
+
+        Each stage holds at least one layer of the run that repeats, if there is only one such.
+        """
+        repeated = [run.count for run in self.runs if run.count > 1]
+        return (repeated[0] if len(repeated) == 1 else self.num_layers) // pp
+
     def crossing_before(self, layer: int) -> Crossing:
         """What a cut before `layer` carries."""
         for run in self.runs:

@@ -80,12 +80,11 @@ class CutCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieCost:
-    """A tied parameter on each rank that holds it, and the reduction between two such ranks."""
+    """A tied parameter on each rank that holds it: it stays gathered, once a step."""
 
     static_bytes: int
     temporary_bytes: int
     parameters: ParameterCost
-    once_gather_s: float
 
 
 class Coster:
@@ -200,6 +199,7 @@ class Coster:
               ) -> LayerCost:
         """The cost of one layer of a run."""
         key = (run.kind, run.tied, choice, context, candidate.micro_batch,
+               candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1,
                candidate.each_micro_batch, candidate.unsharded_gradients, candidate.mesh.tp)
         cost = self._layers.get(key)
         if cost is None:
@@ -207,7 +207,8 @@ class Coster:
             cost = self._layers[key] = layer_cost(
                 self.graph.kinds[run.kind], choice,
                 self.compute(run.kind, shard, context.device_groups), shard, context.group,
-                self.request, each_micro_batch=candidate.each_micro_batch,
+                self.request, num_micro_batches=candidate.num_micro_batches,
+                each_micro_batch=candidate.each_micro_batch,
                 unsharded_gradients=candidate.unsharded_gradients,
                 without=frozenset(name for _, name in run.tied))
         return cost
@@ -253,8 +254,7 @@ class Coster:
         temporary = 0 if self.request.fused_optimizer else trainable * size.stored_bytes / shard
         blocks = [-(-int(x) // BLOCK_BYTES) * BLOCK_BYTES
                   for x in (gradient + state + stored + copy, temporary)]
-        return TieCost(static_bytes=blocks[0], temporary_bytes=blocks[1], parameters=parameters,
-                       once_gather_s=parameters.gather_s)
+        return TieCost(static_bytes=blocks[0], temporary_bytes=blocks[1], parameters=parameters)
 
     def tie_reduction_s(self, group: int, candidate: Candidate) -> float:
         """All-reduce of a tied gradient between two pipeline ranks that hold the parameter."""

@@ -243,15 +243,27 @@ class Program:
             return
         # Rounding moves a rank's sum by at most half a unit a layer and a unit a cut.
         slack = problem.num_layers + 2 * self.v
+        ceiling = self._units(self._ceiling_s()) + 2 * slack
         least = max(0, math.floor(least_slowest_s / self.unit_s) - slack)
         # A step is at least m times its slowest rank, so a wanted answer bounds that as well.
         most = (self.most_s / self.m / self.unit_s + slack if math.isfinite(self.most_s)
-                else LARGEST)
-        self.slowest = self._slowest(self.rank_time, least, max(least, math.ceil(most)))
+                else ceiling)
+        self.slowest = self._slowest(self.rank_time, least,
+                                     max(least, min(ceiling, math.ceil(most))))
         if problem.candidate.schedule.name == "gpipe":
-            both = self._slowest(forward, 0, LARGEST) + self._slowest(backward, 0, LARGEST)
+            both = (self._slowest(forward, 0, ceiling)
+                    + self._slowest(backward, 0, ceiling))
             self.model.at_least(both - self.slowest)
             self.slowest = both
+
+    def _ceiling_s(self) -> float:
+        """More seconds than any rank can need for one micro-batch: every layer at its slowest."""
+        problem = self.problem
+        layers = sum(run.count * max(c.forward_s + c.backward_s for o in options for c in o.costs)
+                     for run, options in zip(problem.runs, problem.options, strict=True))
+        cuts = max((c.forward_s + c.backward_s for rows in (problem.inside, problem.after)
+                    for row in rows for c in row), default=0.0)
+        return layers + 2 * self.v * cuts
 
     def _slowest(self, times: list[Expression], least: float, most: float) -> Expression:
         slowest = self.model.variable(least, most)
@@ -262,7 +274,7 @@ class Program:
     def _tails(self) -> None:
         """(5) The longest tail."""
         problem = self.problem
-        self.tail = self.model.variable(0, LARGEST)
+        self.tail = self.model.variable(0, self._units(self._longest_tail_s()))
         for i in range(self.p):
             cls = problem.rank_class[i]
             slowdown = problem.contexts[cls].group.overlap_slowdown
@@ -271,14 +283,24 @@ class Program:
             for share, hidden in forms:
                 def after(cost: LayerCost, share: float = share, hidden: float = hidden) -> int:
                     p = cost.parameters
-                    return self._units(cost.once_gather_s + p.optimizer_s + p.norm_s
-                                       + share * p.reduce_s - hidden * cost.window_s)
+                    return self._units(p.optimizer_s + p.norm_s + share * p.reduce_s
+                                       - hidden * cost.window_s)
                 tail = self._rank_sum(i, after)
                 for g, (_, costs, _) in enumerate(problem.ties):
                     p = costs[cls].parameters
                     tail += self.z[g][i] * self._units(
-                        costs[cls].once_gather_s + p.optimizer_s + p.norm_s + share * p.reduce_s)
+                        p.gather_s + p.optimizer_s + p.norm_s + share * p.reduce_s)
                 self.model.at_least(self.tail - tail)
+
+    def _longest_tail_s(self) -> float:
+        """More seconds than any tail: everything exposed, on one rank."""
+        problem = self.problem
+        parameters = [(run.count, c.parameters) for run, options in
+                      zip(problem.runs, problem.options, strict=True)
+                      for o in options for c in o.costs]
+        parameters += [(1, cost.parameters) for _, costs, _ in problem.ties for cost in costs]
+        return 1e-6 + sum(n * (p.gather_s + p.optimizer_s + p.norm_s + p.reduce_s)
+                          for n, p in parameters)
 
     def _memory(self, i: int) -> None:
         """(6) Rank i at every moment."""

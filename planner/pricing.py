@@ -36,7 +36,7 @@ class RankTotal:
     bytes: dict[str, int] = field(default_factory=dict)
     working_set_bytes: int = 0
     temporary_bytes: int = 0
-    once_gather_s: float = 0.0
+    tied_gather_s: float = 0.0
     reduce_s: float = 0.0
     window_s: float = 0.0
     optimizer_s: float = 0.0
@@ -76,7 +76,6 @@ class RankTotal:
         self._term("parameter_gather", count * (cost.gather_forward_s + cost.gather_backward_s))
         self._term("gradient_reduction", count * cost.reduction_backward_s)
         self.window_s += count * cost.window_s
-        self.once_gather_s += count * cost.once_gather_s
         self._add_parameters(cost.parameters, count)
         memory = cost.memory
         self._bytes("parameters", count * memory.parameter_bytes)
@@ -99,7 +98,7 @@ class RankTotal:
             self.ties.add(group)
             self._bytes("tied_parameters", cost.static_bytes)
             self.temporary_bytes += cost.temporary_bytes
-            self.once_gather_s += cost.once_gather_s
+            self.tied_gather_s += cost.parameters.gather_s
             self._add_parameters(cost.parameters, 1)
 
     @property
@@ -110,7 +109,7 @@ class RankTotal:
         """What follows the last backward."""
         reduction = tail_seconds(self.reduce_s, self.window_s if overlaps else 0.0,
                                  self.context.group.overlap_slowdown)
-        return {"parameter_gather": self.once_gather_s, "gradient_reduction": reduction,
+        return {"parameter_gather": self.tied_gather_s, "gradient_reduction": reduction,
                 "optimizer_step": self.optimizer_s, "gradient_norm": self.norm_s}
 
     def memory_terms(self, moments: Sequence[Sequence[int]]) -> dict[str, int]:

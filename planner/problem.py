@@ -174,7 +174,7 @@ def _vector(option: Option, keep_window: bool) -> tuple[float, ...]:
     values: list[float] = []
     for cost in option.costs:
         memory = cost.memory
-        values += [cost.forward_s, cost.backward_s, cost.once_gather_s, cost.parameters.reduce_s,
+        values += [cost.forward_s, cost.backward_s, cost.parameters.reduce_s,
                    cost.parameters.optimizer_s + cost.parameters.norm_s, memory.static_bytes,
                    memory.activation_bytes, memory.working_set_bytes,
                    memory.optimizer_temporary_bytes]
@@ -222,6 +222,7 @@ def _options(coster: Coster, candidate: Candidate, contexts: tuple[RankContext, 
              keep_window: bool) -> tuple[tuple[Option, ...], ...]:
     """The undominated options of every run; candidates that differ only in pp often share them."""
     key = (contexts, candidate.mesh.tp, candidate.mesh.dp_shard, candidate.micro_batch,
+           candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1,
            candidate.each_micro_batch, candidate.unsharded_gradients, keep_window)
     if key not in coster.option_cache:
         coster.option_cache[key] = tuple(

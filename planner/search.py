@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING
 
+from planner.blocks import Blocks, block_form
 from planner.bounds import SLACK, CandidateBounds, row_bounds
 from planner.costing import Candidate, Coster
 from planner.greedy import balanced_cut, even_cut, filled_cut, greedy
@@ -29,9 +29,6 @@ from planner.problem import StageProblem, make_problem
 from planner.space import Row, expand, rows
 from planner.waterfill import Waterfill
 from profiler.errors import InternalError
-
-if TYPE_CHECKING:
-    from planner.formulation import Solution
 
 __all__ = ["TOLERANCE", "Found", "Outcome", "Progress", "run_search"]
 
@@ -191,26 +188,32 @@ class _Search:
         if bound >= self.best_s * (1 - TOLERANCE):
             return  # as good as the bound: nothing left to solve
         self.outcome.num_solved += 1
+        form = block_form(problem)
+        if form is not None:
+            answer = Blocks(problem, form, Waterfill(problem)).solve(self.best_s, TOLERANCE)
+            if isinstance(answer, tuple):
+                step_s, segments = answer
+                self.keep(candidate, segments, self.lifted(candidate, segments, step_s))
+            return
         remaining = None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
         solution = solve(problem, least_slowest_s=node.slowest_s,
                          deterministic_time=DETERMINISTIC_LIMIT, time_limit_s=remaining,
                          most_s=self.best_s * (1 - TOLERANCE / 2))
         if solution.segments is not None:
-            self.keep(candidate, solution.segments, self.lifted(candidate, solution))
+            self.keep(candidate, solution.segments,
+                      self.lifted(candidate, solution.segments, solution.objective_s))
         if solution.status in ("feasible", "unknown"):
             self.push(max(bound, solution.bound_s * (1 - TOLERANCE / 4)), 2,
                       _Open(problem, node.slowest_s, []))
 
-    def lifted(self, candidate: Candidate, solution: Solution) -> Evaluation:
+    def lifted(self, candidate: Candidate, segments: Segments, step_s: float) -> Evaluation:
         """The price of a program's answer, which must agree with the program."""
-        assert solution.segments is not None
-        evaluation = evaluate(self.coster, candidate, solution.segments)
+        evaluation = evaluate(self.coster, candidate, segments)
         if not evaluation.fits:
             raise InternalError(f"the program's answer does not fit: {candidate}, over by "
                                 f"{evaluation.overflow_bytes()} bytes")
-        gap = abs(evaluation.step_s - solution.objective_s)
-        if gap > TOLERANCE * evaluation.step_s:
-            raise InternalError(f"program and price disagree: {solution.objective_s} s and "
+        if abs(evaluation.step_s - step_s) > TOLERANCE * evaluation.step_s:
+            raise InternalError(f"program and price disagree: {step_s} s and "
                                 f"{evaluation.step_s} s for {candidate}")
         return evaluation
 

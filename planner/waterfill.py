@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 from math import inf
 
+from planner.choices import convex_hull
 from planner.problem import StageProblem, least_receive
 
 __all__ = ["Waterfill"]
@@ -39,7 +40,7 @@ class _Rank:
         self.fixed_s = fixed_s
         self.weights = weights
         self.per_chunk = per_chunk
-        self.hulls = [_hull([(s, q + weight * a) for s, q, a in options]) for weight in weights]
+        self.hulls = [convex_hull([(s, q + weight * a) for s, q, a in options]) for weight in weights]
         self.layers = 0
         self.known: dict[int, float] = {}
 
@@ -76,24 +77,6 @@ class _Rank:
         return inf
 
 
-def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lower convex hull of (seconds, bytes), from the fastest to the smallest."""
-    hull: list[tuple[float, float]] = []
-    for seconds, size in sorted(points):
-        if hull and size >= hull[-1][1]:
-            continue
-        while len(hull) > 1 and _price(hull[-2], hull[-1]) >= _price(hull[-1], (seconds, size)):
-            hull.pop()
-        if hull and seconds == hull[-1][0]:
-            hull.pop()
-        hull.append((seconds, size))
-    return hull
-
-
-def _price(a: tuple[float, float], b: tuple[float, float]) -> float:
-    return (b[0] - a[0]) / (a[1] - b[1])
-
-
 class Waterfill:
     """The relaxation of one problem."""
 
@@ -116,12 +99,14 @@ class Waterfill:
                     forced.setdefault(rank, []).append(r)
         made: dict[object, _Rank] = {}
         self.ranks: list[_Rank] = []
+        self.keys: list[object] = []  # equal keys, equal ranks
         for i in range(p):
             weights = sorted(problem.first_moment(i))
             key = (problem.rank_class[i], tuple(weights), tuple(forced.get(i, ())), i in (0, p - 1))
             if key not in made:
                 made[key] = self._rank(i, weights, per_chunk, forced.get(i, []))
             self.ranks.append(made[key])
+            self.keys.append(key)
 
     def _rank(self, i: int, weights: list[int], per_chunk: int, forced: list[int]) -> _Rank:
         problem, cls = self.problem, self.problem.rank_class[i]

@@ -6,7 +6,8 @@ compute and only the rest is exposed; while both run, compute is slower by the d
 
     extra(w, c) = max(0, c - w) + (g - 1) min(w, c)
 
-Tensor-parallel collectives are exposed: the next matmul waits for them. With sequence parallelism a
+Parameters that are kept after forward are gathered once a step, beside the first micro-batch; each
+micro-batch is charged its share of that. Tensor-parallel collectives are exposed: the next matmul waits for them. With sequence parallelism a
 column region gathers its input forward and reduce-scatters its gradient backward, a row region the
 reverse (Korthikanti et al., 2022, section 4.2.2); without, each is one all-reduce (Shoeybi et al., 2019).
 """
@@ -75,7 +76,6 @@ class LayerCost:
     gather_forward_s: float
     gather_backward_s: float
     reduction_backward_s: float
-    once_gather_s: float
     window_s: float
     parameters: ParameterCost
     memory: LayerMemory
@@ -125,8 +125,8 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
 
 
 def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Shard, group: Group,
-               request: Request, *, each_micro_batch: bool, unsharded_gradients: bool,
-               without: frozenset[str] = frozenset()) -> LayerCost:
+               request: Request, *, num_micro_batches: int, each_micro_batch: bool,
+               unsharded_gradients: bool, without: frozenset[str] = frozenset()) -> LayerCost:
     """Cost of one layer.
 
     Args:
@@ -160,10 +160,9 @@ def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Sh
         recompute_s=recompute,
         tensor_parallel_forward_s=forward_tp,
         tensor_parallel_backward_s=backward_tp,
-        gather_forward_s=forward_extra if resharded else 0.0,
+        gather_forward_s=forward_extra / (1 if resharded else num_micro_batches),
         gather_backward_s=backward_extra * (1 - reduce_share),
         reduction_backward_s=backward_extra * reduce_share,
-        once_gather_s=0.0 if resharded else forward_extra,
         window_s=backward_work,
         parameters=parameters,
         memory=layer_memory(kind, choice, shard, request=request, dp_shard=group.shard.size,

@@ -13,8 +13,7 @@ problem falls apart:
 
 with one 0/1 variable u[i,n] for each rank and number of blocks, (1) and (2) linear in them. h_i starts as its
 fractional relaxation (`planner/waterfill.py`) and is made exact where an answer uses it; when all
-that are used are exact, the answer is optimal. Interleaved stages have floor(N/K) or ceil(N/K) blocks, the
-later chunks of a rank the more (they hold fewer micro-batches).
+that are used are exact, the answer is optimal. The stages of interleaved schedules have N/K blocks each.
 
 `block_form` says whether a problem is of this kind; the others go to `planner/formulation.py`.
 """
@@ -110,11 +109,6 @@ class Blocks:
 
     # --- one rank
 
-    def chunk_counts(self, n: int) -> list[int]:
-        """Blocks in each chunk of a rank with n."""
-        low, extra = divmod(n, self.v)
-        return [low + (c >= self.v - extra) for c in range(self.v)]
-
     def exact(self, i: int, n: int) -> float:
         """h_i(n), and remember the choices that reach it; inf if nothing fits."""
         if (i, n) not in self.picks:
@@ -128,9 +122,10 @@ class Blocks:
         problem, cls = self.problem, self.problem.rank_class[i]
         place: list[tuple[int, int]] = []  # (chunk, run) of each group
         groups = []
-        for c, blocks in enumerate(self.chunk_counts(n)):
+        for c in range(self.v):
             for r in self._runs_of(i, c):
-                count = blocks if self.p > 1 and r == self.form.main else problem.runs[r].count
+                count = (n // self.v if self.p > 1 and r == self.form.main
+                         else problem.runs[r].count)
                 if count:
                     place.append((c, r))
                     groups.append(Group(count, c, tuple(
@@ -227,8 +222,7 @@ class Blocks:
         if self.p == 1:
             return [self.count]
         if self.v > 1:
-            low = self.count // (self.p * self.v)
-            numbers = list(range(low * self.v, low * self.v + self.v + 1))
+            numbers = [self.count // self.p]
         else:
             spared = (i == 0 and self.form.has_before) or (
                 i == self.p - 1 and self.form.has_after)

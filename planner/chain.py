@@ -57,13 +57,19 @@ class Chain:
     num_layers: int
     tied_places: tuple[tuple[tuple[int, str], ...], ...]
 
-    def most_chunks(self, pp: int) -> int:
-        """Most stages per pipeline rank of an interleaved schedule.
+    @property
+    def block_run(self) -> int | None:
+        """The run that repeats, if only one does: the blocks of a transformer."""
+        repeated = [index for index, run in enumerate(self.runs) if run.count > 1]
+        return repeated[0] if len(repeated) == 1 else None
 
-        Each stage holds at least one layer of the run that repeats, if there is only one such.
-        """
-        repeated = [run.count for run in self.runs if run.count > 1]
-        return (repeated[0] if len(repeated) == 1 else self.num_layers) // pp
+    def chunks(self, pp: int) -> list[int]:
+        """Chunks per rank (> 1) that an interleaved schedule can have: equally many blocks in each
+        stage, as Megatron-LM asks; its bubble shrinks by the number of chunks only then."""
+        if self.block_run is None:
+            return []
+        blocks = self.runs[self.block_run].count
+        return [v for v in range(2, blocks // pp + 1) if blocks % (pp * v) == 0]
 
     def crossing_before(self, layer: int) -> Crossing:
         """What a cut before `layer` carries."""

@@ -21,7 +21,7 @@ Objective: minimise (m - 1/v) T + (1/v) sum_i t_i + A + ties + rest         (pla
 
 Constraints, each by its function
     (1) _order        runs follow one another; every stage has a layer; the stages of an
-                      interleaved schedule have equally many, up to one
+                      interleaved schedule have equally many blocks
     (2) _counts       options of a run's layers in a stage add up to its layers there
     (3) _ties         a tied parameter is held wherever a layer of it lies
     (4) _times        T is at least the time of each rank, sends included
@@ -126,12 +126,21 @@ class Program:
         layers, stages = self.problem.num_layers, self.problem.num_stages
         if k == stages - 1:
             return layers, layers
+        return k + 1, layers - (stages - 1 - k)
+
+    def _count_range(self, k: int, r: int) -> tuple[int, int]:
+        """Least and most layers of run r in stages 0..k."""
+        run = self.problem.runs[r]
         if self.v == 1:
-            return k + 1, layers - (stages - 1 - k)
-        low, extra = divmod(layers, stages)
-        after = stages - 1 - k
-        return (max(low * (k + 1), layers - (low + 1) * after if extra else low * (k + 1)),
-                min((low + (extra > 0)) * (k + 1), layers - low * after))
+            least, most = self._layers_by(k)
+            return (max(0, min(run.count, least - run.first)),
+                    max(0, min(run.count, most - run.first)))
+        # Interleaved: equally many blocks in each stage, what comes before and after at the ends.
+        block = next(i for i, other in enumerate(self.problem.runs) if other.count > 1)
+        last = k == self.problem.num_stages - 1
+        done = (run.count * (k + 1) // self.problem.num_stages if r == block
+                else run.count if r < block or last else 0)
+        return done, done
 
     def _order(self) -> None:
         """(1) y, S and F."""
@@ -140,11 +149,9 @@ class Program:
         self.started: list[list[Expression]] = []
         self.finished: list[list[Expression]] = []
         for k in range(stages):
-            least, most = self._layers_by(k)
             row, started, finished = [], [], []
-            for run in runs:
-                low = max(0, min(run.count, least - run.first))
-                high = max(0, min(run.count, most - run.first))
+            for r, run in enumerate(runs):
+                low, high = self._count_range(k, r)
                 count = self.model.variable(low, high)
                 row.append(count)
                 if run.count == 1:
@@ -166,11 +173,8 @@ class Program:
             self._follow(k)
 
     def _follow(self, k: int) -> None:
-        low, extra = divmod(self.problem.num_layers, self.problem.num_stages)
         here = total(self._here(k, r) for r in range(len(self.problem.runs)))
-        self.model.at_least(here, 1 if self.v == 1 else low)
-        if self.v > 1:
-            self.model.at_least(here * -1, -(low + (extra > 0)))
+        self.model.at_least(here, 1)
         if k:
             for rows in (self.y, self.started, self.finished):
                 for before, now in zip(rows[k - 1], rows[k], strict=True):

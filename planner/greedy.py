@@ -58,10 +58,11 @@ def balanced_cut(weights: Sequence[float], stages: int) -> tuple[float, list[int
     return low, best
 
 
-def even_cut(num_layers: int, stages: int) -> list[int]:
-    """The end of each stage when all have equally many layers, the first ones one more."""
-    low, extra = divmod(num_layers, stages)
-    return [(k + 1) * low + min(k + 1, extra) for k in range(stages)]
+def even_cut(problem: StageProblem, main: int) -> list[int]:
+    """The end of each stage when all have equally many blocks of the main run."""
+    first, stages = problem.runs[main].first, problem.num_stages
+    each = problem.runs[main].count // stages
+    return [first + each * (k + 1) for k in range(stages - 1)] + [problem.num_layers]
 
 
 def filled_cut(problem: StageProblem, main: int, layers: Sequence[int]) -> list[int] | None:

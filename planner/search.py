@@ -168,7 +168,7 @@ class _Search:
              ) -> list[list[int]]:
         """Stages worth a try."""
         if problem.candidate.schedule.chunks > 1:
-            return [even_cut(problem.num_layers, problem.num_stages)]
+            return [even_cut(problem, filled.main)]
         cut = filled_cut(problem, filled.main, layers)
         weights = [min(o.seconds(0) for o in options)
                    for run, options in zip(problem.runs, problem.options, strict=True)

@@ -174,7 +174,7 @@ def schedules(coster: Coster, row: Row) -> Iterator[Schedule]:
         yield Schedule(name="gpipe")
     multiple = coster.capabilities.interleaved_micro_batches == "any" or m % pp == 0
     if pp > 1 and "interleaved" in legal and multiple and wanted in (None, "interleaved"):
-        for chunks in range(2, coster.chain.most_chunks(pp) + 1):
+        for chunks in coster.chain.chunks(pp):
             yield Schedule(name="interleaved", chunks=chunks)
 
 

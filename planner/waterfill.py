@@ -88,8 +88,7 @@ class Waterfill:
         self.main = main
         self.count = runs[main].count
         p, v = problem.candidate.mesh.pp, problem.candidate.schedule.chunks
-        low, extra = divmod(problem.num_layers, problem.num_stages)
-        per_chunk = self.count if v == 1 else low + (extra > 0)
+        per_chunk = self.count if v == 1 else self.count // (p * v)
         forced: dict[int, list[int]] = {}  # rank -> runs that must lie there
         if p == 1:
             forced[0] = [r for r in range(len(runs)) if r != main]

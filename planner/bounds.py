@@ -111,7 +111,8 @@ def _bound(coster: Coster, least: _Least, counts: Floats, tp: int, pp: Floats, d
     total = float(counts @ least.seconds)
     shares = np.ceil(counts[:, None] / pp) * least.seconds[:, None]
     slowest = np.maximum(total / pp, shares.max(axis=0))
-    chunks = np.array([max([1, *coster.chain.chunks(int(p))]) for p in pp.tolist()])
+    most, inverse = np.unique(pp, return_inverse=True)
+    chunks = np.array([max([1, *coster.chain.chunks(int(p))]) for p in most])[inverse]
     if coster.capabilities.interleaved_micro_batches == "multiple_of_pp":
         chunks = np.where(m % pp == 0, chunks, 1)
     chunks = np.where(pp > 1, chunks, 1)

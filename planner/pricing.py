@@ -16,8 +16,11 @@ from planner.cost.layer import LayerCost, ParameterCost
 from planner.cost.pipeline import in_flight, pipeline_seconds, replay
 from planner.costing import Candidate, Coster, RankContext, TieCost
 from planner.layout import Choice, Layout, Prediction, Stage, StagePrediction
+from planner.topology import Topology
+from profiler.layer_graph import LayerGraph
 
-__all__ = ["Evaluation", "RankTotal", "candidate_of", "evaluate", "predict", "tail_seconds"]
+__all__ = ["Evaluation", "RankTotal", "candidate_of", "evaluate", "predict", "price", "segments_of",
+           "step_terms", "tail_seconds"]
 
 Segment = Sequence[tuple[int, int, Choice]]
 """One stage: (run index, number of its layers, choice) in order."""
@@ -239,8 +242,8 @@ def predict(coster: Coster, layout: Layout) -> Layout:
                      for k in range(len(layout.stages))]
     stage_backward = [result.ranks[k % mesh.pp].chunk_backward_s[k // mesh.pp]
                       for k in range(len(layout.stages))]
-    terms = _step_terms(result, candidate)
-    tail = terms.pop("_tail")
+    terms = step_terms(result, candidate)
+    tail = max(sum(rank.tail_terms(result.overlaps).values()) for rank in result.ranks)
     replayed = replay(layout.schedule.name, mesh.pp, chunks, layout.num_micro_batches,
                       stage_forward, stage_backward) + tail + sum(result.rest_s.values())
     samples_per_s = layout.request.global_batch / result.step_s
@@ -258,7 +261,21 @@ def predict(coster: Coster, layout: Layout) -> Layout:
         sources={"compute": "analytic", "collectives": "analytic", "memory": "traced"}))
 
 
-def _step_terms(result: Evaluation, candidate: Candidate) -> dict[str, float]:
+def price(graph: LayerGraph, topology: Topology, layout: Layout) -> Layout:
+    """Price any layout, hand-written too.
+
+    Raises:
+        UnsupportedLayout: it is not legal; every violation is listed.
+    """
+    from planner.legality import check_legal, check_request
+
+    coster = Coster(graph, topology, layout.request)
+    check_request(coster)
+    check_legal(coster, layout)
+    return predict(coster, layout)
+
+
+def step_terms(result: Evaluation, candidate: Candidate) -> dict[str, float]:
     """The step as named terms: m micro-batches of the slowest rank, the bubble, tail and rest."""
     ranks = result.ranks
     slowest = max(ranks, key=lambda r: r.micro_batch_s)
@@ -273,7 +290,6 @@ def _step_terms(result: Evaluation, candidate: Candidate) -> dict[str, float]:
     for name, seconds in (longest | result.rest_s).items():
         if seconds:
             terms[name] = terms.get(name, 0.0) + seconds
-    terms["_tail"] = sum(longest.values())
     return terms
 
 

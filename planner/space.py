@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
-from math import prod
+from math import factorial, prod
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from planner.layout import Axis, Mesh, Schedule
 from planner.problem import divisible
 from profiler.errors import InvalidInput
 
-__all__ = ["Row", "divisors", "expand", "host_group_orders", "legal_tensor_degrees", "rows"]
+__all__ = ["Row", "divisors", "expand", "host_group_orders", "legal_tensor_degrees", "rows",
+           "space_size"]
 
 MAX_GROUP_ORDERS = 24
 """Host-group orders tried: all of them up to four groups, else as listed, reversed and by speed."""
@@ -198,6 +199,35 @@ def expand(coster: Coster, row: Row) -> Iterator[Candidate]:
                         num_micro_batches=row.num_micro_batches,
                         schedule=Schedule(name=schedule.name, chunks=schedule.chunks,
                                           gradient_sync=sync))  # type: ignore[arg-type]
+
+
+def space_size(coster: Coster, table: dict[str, np.ndarray]) -> int:
+    """How many candidates the rows have, placements that cost the same included.
+
+    Each candidate stands for every cut into stages and every choice of the layers.
+    """
+    orders = len(host_group_orders(coster))
+    splits: dict[tuple[int, bool, bool, bool], int] = {}
+    names = ("tp", "pp", "dp", "micro_batch", "num_micro_batches")
+    size = 0
+    by_schedule: dict[tuple[int, int], int] = {}
+    for values in zip(*(table[name].tolist() for name in names), strict=True):
+        row = Row(*values)
+        key = (row.dp, row.tp > 1, row.pp > 1, row.num_micro_batches > 1)
+        if key not in splits:
+            splits[key] = sum(_orders(row, shard) for shard in divisors(row.dp))
+        pair = (row.pp, row.num_micro_batches)
+        if pair not in by_schedule:
+            by_schedule[pair] = sum(1 for _ in schedules(coster, row))
+        size += splits[key] * by_schedule[pair] * orders
+    return size
+
+
+def _orders(row: Row, shard: int) -> int:
+    """Orders of the axes times ways to synchronise gradients, for one split of dp."""
+    active = sum(degree > 1 for degree in (row.pp, row.dp // shard, shard, row.tp))
+    syncs = 2 if shard > 1 and row.num_micro_batches > 1 and row.pp == 1 else 1
+    return factorial(active) * syncs
 
 
 def placements(coster: Coster, row: Row, replicate: int, shard: int) -> list[Mesh]:

@@ -72,7 +72,7 @@ def _least(coster: Coster, tp: int, micro_batch: int) -> _Least:
         rows = []
         for choice in choices_for(coster, run, candidate):
             shard = coster.shard(micro_batch, tp, choice)
-            collectives = sum(tensor_parallel_seconds(kind, choice, shard, span))
+            collectives = sum(tensor_parallel_seconds(kind, choice, shard, span, run.input))
             compute = inf
             for group in range(len(coster.topology.hosts)):
                 times = coster.compute(run.kind, shard, (group,))
@@ -80,7 +80,7 @@ def _least(coster: Coster, tp: int, micro_batch: int) -> _Least:
                          "full": times.recompute_full_s}[choice.recompute]
                 compute = min(compute, times.forward_s + times.backward_s + again)
             memory = layer_memory(kind, choice, shard, request=coster.request, dp_shard=1,
-                                  unsharded_gradients=False, without=tied)
+                                  unsharded_gradients=False, inputs=run.input, without=tied)
             rows.append((compute + collectives, memory.activation_bytes,
                          *local_parameters(kind, shard.tp, tied)))
         result.append(np.min(np.array(rows, dtype=float), axis=0))

@@ -198,7 +198,7 @@ class Coster:
     def layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
               ) -> LayerCost:
         """The cost of one layer of a run."""
-        key = (run.kind, run.tied, choice, context, candidate.micro_batch,
+        key = (run.kind, run.input, run.tied, choice, context, candidate.micro_batch,
                candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1,
                candidate.each_micro_batch, candidate.unsharded_gradients, candidate.mesh.tp)
         cost = self._layers.get(key)
@@ -210,7 +210,7 @@ class Coster:
                 self.request, num_micro_batches=candidate.num_micro_batches,
                 each_micro_batch=candidate.each_micro_batch,
                 unsharded_gradients=candidate.unsharded_gradients,
-                without=frozenset(name for _, name in run.tied))
+                inputs=run.input, without=frozenset(name for _, name in run.tied))
         return cost
 
     # --- cuts, ties, the end of the step

@@ -26,7 +26,7 @@ from planner.cost.memory import LayerMemory, layer_memory, local_parameters
 from planner.layout import Choice
 from planner.request import Request
 from planner.topology_groups import Span
-from profiler.layer_graph import LayerKind
+from profiler.layer_graph import NOTHING, Extent, LayerKind
 
 __all__ = ["Group", "LayerCost", "ParameterCost", "layer_cost", "overlap_extra_s",
            "parameter_cost", "tensor_parallel_seconds"]
@@ -126,13 +126,14 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
 
 def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Shard, group: Group,
                request: Request, *, num_micro_batches: int, each_micro_batch: bool,
-               unsharded_gradients: bool, without: frozenset[str] = frozenset()) -> LayerCost:
+               unsharded_gradients: bool, inputs: Extent = NOTHING, without: frozenset[str] = frozenset()) -> LayerCost:
     """Cost of one layer.
 
     Args:
         compute, shard: of this rank's share: tp = 1 where the layer is held whole.
         each_micro_batch: gradients are reduced after every micro-batch.
         unsharded_gradients: they accumulate whole until the end of the step.
+        inputs: elements of the layer's input activations.
         without: tied parameters, which are charged to their group.
     """
     trainable, frozen = local_parameters(kind, shard.tp, without)
@@ -142,7 +143,8 @@ def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Sh
                      if p.trainable and p.split == "replicated" and p.name not in without)
     parameters = parameter_cost(trainable, frozen, group, request, tensor_parallel_copies=copies,
                                 each_micro_batch=each_micro_batch)
-    forward_tp, backward_tp, recompute_tp = tensor_parallel_seconds(kind, choice, shard, group.tp)
+    forward_tp, backward_tp, recompute_tp = tensor_parallel_seconds(kind, choice, shard, group.tp,
+                                                                   inputs)
     recompute = {"none": 0.0, "selective": compute.recompute_selective_s,
                  "full": compute.recompute_full_s}[choice.recompute] + recompute_tp
     resharded = choice.reshard and group.shard.size > 1
@@ -166,11 +168,12 @@ def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Sh
         window_s=backward_work,
         parameters=parameters,
         memory=layer_memory(kind, choice, shard, request=request, dp_shard=group.shard.size,
-                            unsharded_gradients=unsharded_gradients, without=without))
+                            unsharded_gradients=unsharded_gradients, inputs=inputs,
+                            without=without))
 
 
-def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span: Span
-                            ) -> tuple[float, float, float]:
+def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span: Span,
+                            inputs: Extent) -> tuple[float, float, float]:
     """(forward, backward, recompute) seconds of the layer's tensor-parallel collectives."""
     if span.size == 1 or kind.tensor_parallel is None:
         return 0.0, 0.0, 0.0
@@ -179,8 +182,7 @@ def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span:
         if not shard.sequence_parallel:
             return 0.0, 0.0, 0.0
         # Held whole: gather the sequence in, keep one slice of the output; the reverse backward.
-        inputs = sum(g.bytes_at(b, s, width) for g in kind.saved if g.is_input)
-        once = all_gather_seconds(inputs, span)
+        once = all_gather_seconds(inputs.at(b, s) * width, span)
         return once, once, once if choice.recompute == "full" else 0.0
     entries = [e.at(b, s) * width for e in kind.tensor_parallel.entries]
     exits = [e.at(b, s) * width for e in kind.tensor_parallel.exits]

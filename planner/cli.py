@@ -290,7 +290,8 @@ def _fail(error: MeshwrightError) -> int:
         _say("error" if not isinstance(error, Infeasible) else "does not fit", [str(error)])
         diagnosis: Any = getattr(error, "diagnosis", None)
         if diagnosis is not None:
-            click.echo("\n".join(diagnosis.lines()), err=True)
+            for line in diagnosis.lines():
+                click.echo(click.wrap_text(line, 100, "  ", "      "), err=True)
     return error.exit_status
 
 

@@ -180,12 +180,15 @@ def _proof(subject: Subject) -> Table:
     rows.append(("bound", f"{seconds(proof.bound_s)}: no step of the space is shorter"))
     rows.append(("gap", f"{share(proof.gap)} of the step" if proof.gap else
                  f"0, to a resolution of {proof.resolution:.0e}"))
-    rows.append(("space", f"{_large(proof.space_size)} layouts in {proof.candidates:,} candidates: "
-                 f"{proof.bounded:,} ruled out by a bound, {proof.solved:,} solved"))
+    rows.append(("space", f"{_large(proof.space_size)} meshes, micro-batches and schedules, each "
+                 "with every cut into stages and every choice of the layers"))
+    rows.append(("search", f"{proof.candidates:,} candidates priced, {proof.bounded:,} bounded "
+                 f"with their memory, {proof.solved:,} solved as programs; bounds rule out the "
+                 "rest"))
     if proof.solver:
         rows.append(("solver", printable(proof.solver)))
     if subject.wall_s is not None:
-        rows.append(("search took", f"{subject.wall_s:.2f} s"))
+        rows.append(("seconds", f"{subject.wall_s:.2f}"))
     return lines(rows)
 
 

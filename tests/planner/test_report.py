@@ -85,7 +85,7 @@ def test_report_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
                  "backward compute", "75.0 %", "replayed event by event", "+1.0 %",
                  "128.00", "65,536", "43.2 % of the dense bfloat16 peak, 989 TFLOP/s",
                  "recompute is not", "OPTIMAL", "0, to a resolution of 1e-06", "1.2 x 10^31",
-                 "40 candidates", "30 ruled out", "10 solved", "CP-SAT", "1.50 s",
+                 "40 candidates", "30 bounded", "10 solved", "CP-SAT", "seconds 1.50",
                  "tensor parallel collectives", "10.0 %", "a note of the planner"):
         assert part in " ".join(text.split()), part
 
@@ -200,7 +200,7 @@ def test_figures_in_words() -> None:
 
 def test_progress_line_shows_incumbent_and_bound() -> None:
     state = SimpleNamespace(incumbent_s=2.5, bound_s=2.0, candidates=7, solved=3, message="pp 4")
-    assert describe(state) == "best 2.500 s | bound 2.000 s | 3 of 7 candidates solved | pp 4"
+    assert describe(state) == "best 2.500 s | bound 2.000 s | 7 candidates, 3 solved | pp 4"
     state.incumbent_s = state.bound_s = None
     assert describe(state).startswith("best - | bound - |")
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from profiler.errors import InternalError, InvalidInput
+from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph, ModelSource
 from profiler.trace_build import build_graph
 from profiler.trace_events import Run
@@ -138,7 +138,8 @@ def trace_module(model: nn.Module, make_inputs: InputMaker, *, name: str, sample
 
 
 def _step(name: str, max_seq_len: int | None, window: int | None, multiple: int) -> int:
-    limit = min(length for length in (max_seq_len, window, 1 << 30) if length) // 4
+    shorter = window - 1 if window else None  # as long as the window, masks are written out
+    limit = min(length for length in (max_seq_len, shorter, 1 << 30) if length) // 4
     step = min(limit, max(USUAL_STEP, multiple))
     step -= step % (multiple if multiple > 1 else 2)
     if step < 2:
@@ -160,7 +161,8 @@ def _same_structure(runs: Sequence[Run]) -> None:
         if found != expected:
             where = next((f"{a[0]} in {a[3] or 'the model'}" for a, b in
                           zip(expected, found, strict=False) if a != b), "its last operation")
-            raise InternalError(f"the model does other work at another input size, from {where}")
+            raise InvalidInput(f"the model does other work at another input size, from {where} on; "
+                               f"loops over the sequence are not supported")
 
 
 def _build(builder: Callable[[], Any]) -> tuple[nn.Module, Any]:

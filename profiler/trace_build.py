@@ -164,7 +164,8 @@ class _Builder:
                    tuple(inputs[view.index]), buffers[view.index],
                    tuple((p.name, p.trainable) for p in places[view.index]))
             if key not in names:
-                splits = infer_splits(view, run.storages, parameters, vocabulary, tables)
+                splits = infer_splits(view, run.storages, parameters, vocabulary, tables,
+                                      self.runs[-1].ops, self.fit.points[0][0])
                 touched = {use.storage for _, op in view.forward + view.backward
                            for use in op.reads + op.writes}
                 anywhere = set(view.saved) | {s for s in touched if view.back.get(s, s) in saved}

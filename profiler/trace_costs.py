@@ -201,6 +201,8 @@ class LayerCosts:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for storage in storages:
             made = self._storages[storage]
+            if made.num_bytes == 0:
+                continue
             producer = self._producer(storage)
             is_input = not self.view.is_own(made)
             if is_input:
@@ -252,6 +254,8 @@ class LayerCosts:
         groups: dict[tuple[Split, int | None], list[int]] = {}
         for storage in storages:
             made = self._storages[storage]
+            if made.num_bytes == 0:
+                continue
             split = self._storage_split(storage) if split_of is None else split_of.get(
                 storage, self._outer("sequence"))
             size = made.itemsize if made.fixed_dtype else None

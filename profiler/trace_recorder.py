@@ -241,12 +241,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             self._modules.append(entry)
-            try:
-                if is_experts(module):
-                    return balanced_experts(module, self, *args, **kwargs)
-                return forward(*args, **kwargs)
-            finally:
-                self._modules.pop()
+            if is_experts(module):
+                out = balanced_experts(module, self, *args, **kwargs)
+            else:
+                out = forward(*args, **kwargs)
+            self._modules.pop()  # after an error it stays, and says where that was
+            return out
         wrapped.__wrapped__ = forward  # type: ignore[attr-defined]  # for inspect.signature
         return wrapped
 

@@ -1,11 +1,12 @@
 """The search: best-first over candidates by a valid lower bound, each solved as one program.
 
     rows (tp, pp, dp, micro-batch)   bounded together with numpy          planner/bounds.py
+      -> meshes                      bounded where their groups lie       planner/bounds.py
       -> candidates                  bounded from their exact costs       planner/bounds.py
         -> filled                    bounded with memory                  planner/waterfill.py
           -> solved                  the integer program                  planner/formulation.py
 
-One heap holds all four kinds of node, ordered by bound. When the least bound reaches the best layout found,
+One heap holds all these nodes, ordered by bound. When the least bound reaches the best layout found,
 nothing left can be faster: the answer is optimal over the whole space. What comes out of a program is
 priced again by `planner/pricing.py`, and a disagreement is an error.
 """
@@ -19,14 +20,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
-from planner.blocks import Blocks, block_form
-from planner.bounds import SLACK, CandidateBounds, row_bounds
+from planner.blocks import Blocks, block_form, variants
+from planner.bounds import SLACK, CandidateBounds, MeshBounds, row_bounds
 from planner.costing import Candidate, Coster
 from planner.greedy import balanced_cut, even_cut, filled_cut, greedy
-from planner.layout import Choice
+from planner.layout import Choice, Mesh
 from planner.pricing import Evaluation, evaluate
 from planner.problem import StageProblem, make_problem
-from planner.space import Row, expand, rows, space_size
+from planner.space import Row, candidates, meshes, rows, space_size
 from planner.waterfill import Waterfill
 from profiler.errors import InternalError
 
@@ -40,7 +41,7 @@ DETERMINISTIC_LIMIT = 20.0
 """CP-SAT's deterministic seconds for one candidate, after which its bound goes back into the heap."""
 
 RUNNERS_UP = 8
-RUNNERS_UP_TRIED = 60
+RUNNERS_UP_TRIED = 120
 """How many other meshes are looked for after the proof, and in how many nodes at most."""
 
 Segments = list[list[tuple[int, int, Choice]]]
@@ -89,6 +90,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class _Placed:
+    """A row on one of its meshes, in the heap."""
+
+    row: Row
+    mesh: Mesh
+
+
+@dataclass(frozen=True, slots=True)
 class _Open:
     """A candidate in the heap: bound of its slowest rank, and once filled the stages to try."""
 
@@ -104,6 +113,7 @@ class _Search:
         self.progress = progress
         self.deadline = deadline
         self.bounds = CandidateBounds()
+        self.mesh_bounds = MeshBounds(coster)
         self.outcome = Outcome()
         self.heap: list[tuple[float, int, int, object]] = []
         self.beaten: list[tuple[float, int, int, object]] = []  # cannot be the best
@@ -117,6 +127,9 @@ class _Search:
     def push(self, bound_s: float, depth: int, content: object) -> None:
         node = (bound_s, -depth, next(self.ticket), content)
         heapq.heappush(self.heap if bound_s < self.best_s * (1 - TOLERANCE) else self.beaten, node)
+
+    def beat(self, bound_s: float, depth: int, content: object) -> None:
+        heapq.heappush(self.beaten, (bound_s, -depth, next(self.ticket), content))
 
     def run(self) -> Outcome:
         table = rows(self.coster)
@@ -154,16 +167,18 @@ class _Search:
         for node in self.heap:
             heapq.heappush(self.beaten, node)
         for _ in range(RUNNERS_UP_TRIED):
-            meshes = {found.candidate.mesh for found in self.outcome.found}
-            if not self.beaten or len(meshes) > RUNNERS_UP:
+            known = {found.candidate.mesh for found in self.outcome.found}
+            if not self.beaten or len(known) > RUNNERS_UP:
                 return
             _, _, _, content = heapq.heappop(self.beaten)
             if isinstance(content, Row):
-                problems = [make_problem(self.coster, c) for c in expand(self.coster, content)]
-                bounded = [(self.bounds.bound(p)[0], i, p) for i, p in enumerate(problems)]
-                for bound, _, problem in sorted(bounded)[:4]:
-                    node = (bound, -1, next(self.ticket), _Open(problem, 0.0))
-                    heapq.heappush(self.beaten, node)
+                for mesh in meshes(self.coster, content):
+                    bound = self.mesh_bounds.bound(content, mesh)
+                    self.beat(bound, 1, _Placed(content, mesh))
+            elif isinstance(content, _Placed):
+                for candidate in candidates(self.coster, content.row, content.mesh):
+                    problem = make_problem(self.coster, candidate)
+                    self.beat(self.bounds.bound(problem)[0], 2, _Open(problem, 0.0))
             elif isinstance(content, _Open):
                 filled = Waterfill(content.problem)
                 _, layers = filled.fill(self.bounds.bound(content.problem)[1])
@@ -176,11 +191,15 @@ class _Search:
 
     def step(self, bound: float, content: object) -> None:
         if isinstance(content, Row):
-            for candidate in expand(self.coster, content):
+            for mesh in meshes(self.coster, content):
+                self.push(max(bound, self.mesh_bounds.bound(content, mesh)), 1,
+                          _Placed(content, mesh))
+        elif isinstance(content, _Placed):
+            for candidate in candidates(self.coster, content.row, content.mesh):
                 self.outcome.num_candidates += 1
                 problem = make_problem(self.coster, candidate)
                 exact, slowest = self.bounds.bound(problem)
-                self.push(max(exact, bound), 1, _Open(problem, slowest))
+                self.push(max(exact, bound), 2, _Open(problem, slowest))
         elif isinstance(content, _Open) and content.cuts is None:
             self.fill(bound, content)
         elif isinstance(content, _Open):
@@ -198,7 +217,7 @@ class _Search:
         limit_s = self.best_s / problem.candidate.num_micro_batches
         total_s = filled.least_sum(limit_s) if limit_s < inf else 0.0
         with_memory = self.bounds.step(problem, slowest_s * SLACK, total_s)
-        self.push(max(bound, with_memory), 2,
+        self.push(max(bound, with_memory), 3,
                   _Open(problem, slowest_s * SLACK, self.cuts(problem, filled, layers)))
 
     def cuts(self, problem: StageProblem, filled: Waterfill, layers: list[int]
@@ -225,12 +244,15 @@ class _Search:
         if bound >= self.best_s * (1 - TOLERANCE):
             return  # as good as the bound: nothing left to solve
         self.outcome.num_solved += 1
-        form = block_form(problem)
-        if form is not None:
-            answer = Blocks(problem, form, Waterfill(problem)).solve(self.best_s, TOLERANCE)
-            if isinstance(answer, tuple):
-                step_s, segments = answer
-                self.keep(candidate, segments, self.lifted(candidate, segments, step_s))
+        parts = variants(problem)
+        forms = [block_form(part) for part in parts]
+        if None not in forms:
+            for part, form in zip(parts, forms, strict=True):
+                assert form is not None
+                answer = Blocks(part, form, Waterfill(part)).solve(self.best_s, TOLERANCE)
+                if isinstance(answer, tuple):
+                    step_s, segments = answer
+                    self.keep(candidate, segments, self.lifted(candidate, segments, step_s))
             return
         remaining = None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
         solution = solve(problem, least_slowest_s=node.slowest_s,
@@ -240,7 +262,7 @@ class _Search:
             self.keep(candidate, solution.segments,
                       self.lifted(candidate, solution.segments, solution.objective_s))
         if solution.status in ("feasible", "unknown"):
-            self.push(max(bound, solution.bound_s * (1 - TOLERANCE / 4)), 2,
+            self.push(max(bound, solution.bound_s * (1 - TOLERANCE / 4)), 3,
                       _Open(problem, node.slowest_s, []))
 
     def lifted(self, candidate: Candidate, segments: Segments, step_s: float) -> Evaluation:

@@ -15,23 +15,25 @@ with one 0/1 variable u[i,n] for each rank and number of blocks, (1) and (2) lin
 fractional relaxation (`planner/waterfill.py`) and is made exact where an answer uses it; when all
 that are used are exact, the answer is optimal. The stages of interleaved schedules have N/K blocks each.
 
-`block_form` says whether a problem is of this kind; the others go to `planner/formulation.py`.
+`variants` fixes first what would make the tails unlike; `block_form` says whether a problem is then of
+this kind; the others go to `planner/formulation.py`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from planner.choices import Group, best_choices
 from planner.cost.layer import LayerCost
 from planner.cost.pipeline import in_flight
 from planner.layout import Choice
 from planner.linear import LinearProgram, total
-from planner.problem import StageProblem
+from planner.problem import Option, StageProblem
 from planner.waterfill import Waterfill
 
-__all__ = ["BlockForm", "Blocks", "block_form"]
+__all__ = ["BlockForm", "Blocks", "block_form", "variants"]
 
 Segments = list[list[tuple[int, int, Choice]]]
 Moment = tuple[int, ...]
@@ -49,14 +51,31 @@ class BlockForm:
     has_after: bool
 
 
+def variants(problem: StageProblem) -> list[StageProblem]:
+    """The problem once for each way to choose between options of unlike tails, run by run.
+
+    Options differ in what follows the last backward only by holding a layer whole or divided.
+    """
+    classes = [list(dict.fromkeys(_tail_of(option) for option in options))
+               for options in problem.options]
+    return [replace(problem, options=tuple(
+        tuple(o for o in options if _tail_of(o) == tail)
+        for options, tail in zip(problem.options, tails, strict=True)))
+        for tails in product(*classes)]
+
+
+def _tail_of(option: Option) -> tuple[tuple[float, float], ...]:
+    return tuple((c.parameters.reduce_s, c.parameters.optimizer_s + c.parameters.norm_s)
+                 for c in option.costs)
+
+
 def block_form(problem: StageProblem) -> BlockForm | None:
     """The form of a problem, or None if it is not of this kind."""
     p = problem.candidate.mesh.pp
     runs = problem.runs
     if problem.candidate.schedule.name == "gpipe" and p > 1:
         return None  # two maxima, forward and backward
-    if not all(_tails_alike(o.costs[cls] for o in options)
-               for options in problem.options for cls in range(len(problem.contexts))):
+    if any(len({_tail_of(o) for o in options}) > 1 for options in problem.options):
         return None
     if problem.overlaps and not _reduction_hides(problem):
         return None
@@ -74,11 +93,6 @@ def block_form(problem: StageProblem) -> BlockForm | None:
         if i < p - 1 and any(cut != inside for cut in around):
             return None
     return form
-
-
-def _tails_alike(costs) -> bool:  # type: ignore[no-untyped-def]
-    return len({(c.parameters.reduce_s, c.parameters.optimizer_s + c.parameters.norm_s)
-                for c in costs}) == 1
 
 
 def _reduction_hides(problem: StageProblem) -> bool:

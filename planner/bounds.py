@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from planner.cost.layer import tensor_parallel_seconds
 from planner.cost.memory import layer_memory, local_parameters
-from planner.costing import Candidate, Coster
+from planner.costing import Candidate, Coster, RankContext
 from planner.greedy import balanced_cut
-from planner.layout import Mesh, Schedule
+from planner.layout import Choice, Mesh, Schedule
 from planner.problem import StageProblem, choices_for, least_receive
+from planner.space import Row
 from planner.topology_groups import Span
 
-__all__ = ["CandidateBounds", "ideal_span", "row_bounds"]
+__all__ = ["SLACK", "CandidateBounds", "MeshBounds", "ideal_span", "row_bounds"]
 
 Floats = NDArray[np.float64]
 SLACK = 1.0 - 1e-9
@@ -61,8 +62,8 @@ class _Least:
     frozen: Floats
 
 
-def _least(coster: Coster, tp: int, micro_batch: int) -> _Least:
-    span = ideal_span(coster, tp)
+def _least(coster: Coster, tp: int, micro_batch: int, span: Span) -> _Least:
+    """Over all choices, and over the device kinds, with tensor-parallel collectives on `span`."""
     candidate = Candidate(mesh=Mesh(tp=tp), micro_batch=micro_batch, num_micro_batches=1,
                           schedule=Schedule())
     result = []
@@ -96,7 +97,7 @@ def row_bounds(coster: Coster, table: dict[str, NDArray[np.int64]]) -> Floats:
     groups = np.split(order, np.cumsum(np.bincount(inverse.ravel()))[:-1])
     counts = np.array([run.count for run in coster.chain.runs], dtype=float)
     for (tp, micro_batch), index in zip(unique.T, groups, strict=True):
-        least = _least(coster, int(tp), int(micro_batch))
+        least = _least(coster, int(tp), int(micro_batch), ideal_span(coster, int(tp)))
         bounds[index] = _bound(coster, least, counts, int(tp),
                                *(table[name][index].astype(float)
                                  for name in ("pp", "dp", "num_micro_batches")))
@@ -150,12 +151,55 @@ class _Table:
     slowdown: float
 
 
+class MeshBounds:
+    """Bounds of a row on one mesh: tensor-parallel collectives and reductions where they lie."""
+
+    def __init__(self, coster: Coster) -> None:
+        self.coster = coster
+        self.counts = np.array([run.count for run in coster.chain.runs], dtype=float)
+        self._seconds: dict[object, Floats] = {}
+        self._tails: dict[object, float] = {}
+
+    def bound(self, row: Row, mesh: Mesh) -> float:
+        """Bound of every candidate of a row on a mesh."""
+        contexts, _ = self.coster.contexts(mesh)
+        seconds = self._layer_seconds(row, contexts)
+        p, m = row.pp, row.num_micro_batches
+        total = float(self.counts @ seconds)
+        slowest = max(total / p, float((np.ceil(self.counts / p) * seconds).max()))
+        chunks = max([1, *self.coster.chain.chunks(p)]) if p > 1 else 1
+        tail = min(self._tail(context, row.tp, self.coster.overlaps(mesh))
+                   for context in contexts) / p
+        return ((m - 1 / chunks) * slowest + total / chunks + tail) * SLACK
+
+    def _layer_seconds(self, row: Row, contexts: tuple[RankContext, ...]) -> Floats:
+        key = (row.tp, row.micro_batch, tuple(dict.fromkeys(c.group.tp for c in contexts)))
+        if key not in self._seconds:
+            self._seconds[key] = np.min([
+                _least(self.coster, row.tp, row.micro_batch, span).seconds for span in key[2]],
+                axis=0)
+        return self._seconds[key]
+
+    def _tail(self, context: RankContext, tp: int, overlaps: bool) -> float:
+        """Once-a-step seconds of all layers together; a reduction that may hide is left out."""
+        key = (context, tp, overlaps)
+        if key not in self._tails:
+            total = 0.0
+            for run, count in zip(self.coster.chain.runs, self.counts, strict=True):
+                costs = [self.coster.parameters(run, choice, tp, context, each_micro_batch=False)
+                         for choice in (Choice(), Choice(tensor_parallel=False))]
+                total += float(count) * min(
+                    c.optimizer_s + c.norm_s + (0.0 if overlaps else c.reduce_s) for c in costs)
+            self._tails[key] = total
+        return self._tails[key]
+
+
 class CandidateBounds:
     """Bounds of candidates from their exact costs, memory left out."""
 
     def __init__(self) -> None:
         self._tables: dict[int, _Table] = {}
-        self._bottlenecks: dict[tuple[int, int], float] = {}
+        self._bottlenecks: dict[tuple[tuple[float, ...], int], float] = {}
 
     def _table(self, problem: StageProblem) -> _Table:
         key = id(problem.options)  # kept alive by the coster's cache
@@ -176,7 +220,7 @@ class CandidateBounds:
         return self._tables[key]
 
     def _least_bottleneck(self, problem: StageProblem, table: _Table, p: int) -> float:
-        key = (id(problem.options), p)
+        key = (tuple(table.seconds.tolist()), p)
         if key not in self._bottlenecks:
             weights = np.repeat(table.seconds, [run.count for run in problem.runs])
             self._bottlenecks[key] = balanced_cut(weights.tolist(), p)[0]

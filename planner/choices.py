@@ -12,6 +12,7 @@ that it can have is tried with the options that keep within it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -112,7 +113,7 @@ class _Rest:
             self.seconds += count * hull[0][0]
             self.bytes += count * hull[0][1]
             steps += [(price(a, b), count * (a[1] - b[1]))
-                      for a, b in zip(hull, hull[1:], strict=False)]
+                      for a, b in pairwise(hull)]
         steps.sort()
         self.saved = np.cumsum([0.0, *(s for _, s in steps)])
         self.paid = np.cumsum([0.0, *(p * s for p, s in steps)])

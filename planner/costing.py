@@ -7,9 +7,9 @@ one cost model. A `Candidate` fixes everything but the stages and the choices of
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,8 +17,16 @@ from planner.capabilities import Capabilities, load_capabilities
 from planner.chain import Chain, Crossing, Run, make_chain
 from planner.cost.collectives import all_reduce_seconds, send_seconds
 from planner.cost.compute import ComputeTimes, Shard, layer_compute, split_degree
-from planner.cost.layer import Group, LayerCost, ParameterCost, layer_cost, parameter_cost
-from planner.cost.memory import BLOCK_BYTES, local_parameters
+from planner.cost.layer import (
+    Group,
+    LayerCost,
+    ParameterCost,
+    layer_cost,
+    layer_parameters,
+    parameter_cost,
+    tensor_parallel_seconds,
+)
+from planner.cost.memory import BLOCK_BYTES, layer_memory, local_parameters
 from planner.layout import Axis, Choice, Mesh, Schedule
 from planner.request import Request
 from planner.topology import Topology
@@ -26,6 +34,8 @@ from planner.topology_groups import Placement, Stage
 from profiler.layer_graph import LayerGraph
 
 __all__ = ["Candidate", "Coster", "CutCost", "RankContext", "TieCost"]
+
+T = TypeVar("T")
 
 _SPANNED: tuple[Axis, ...] = ("tp", "dp_shard", "dp_replicate")
 
@@ -103,6 +113,7 @@ class Coster:
         self.option_cache: dict[object, Any] = {}  # of planner/problem.py
         self.mesh_cache: dict[tuple[int, int, int, int], list[Mesh]] = {}  # of planner/space.py
         self._interned: dict[object, RankContext] = {}
+        self._parts: dict[object, Any] = {}
         self._cuts: dict[object, CutCost] = {}
         self._contexts: dict[object, tuple[tuple[RankContext, ...], tuple[int, ...]]] = {}
 
@@ -203,15 +214,42 @@ class Coster:
                candidate.each_micro_batch, candidate.unsharded_gradients, candidate.mesh.tp)
         cost = self._layers.get(key)
         if cost is None:
-            shard = self.shard(candidate.micro_batch, candidate.mesh.tp, choice)
-            cost = self._layers[key] = layer_cost(
-                self.graph.kinds[run.kind], choice,
-                self.compute(run.kind, shard, context.device_groups), shard, context.group,
-                self.request, num_micro_batches=candidate.num_micro_batches,
-                each_micro_batch=candidate.each_micro_batch,
-                unsharded_gradients=candidate.unsharded_gradients,
-                inputs=run.input, without=frozenset(name for _, name in run.tied))
+            cost = self._layers[key] = self._layer(run, choice, candidate, context)
         return cost
+
+    def _layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
+               ) -> LayerCost:
+        """Each part depends on less than the whole, and is remembered by what it depends on."""
+        kind, mesh, group = self.graph.kinds[run.kind], candidate.mesh, context.group
+        shard = self.shard(candidate.micro_batch, mesh.tp, choice)
+        without = frozenset(name for _, name in run.tied)
+        each, whole = candidate.each_micro_batch, candidate.unsharded_gradients
+        layer = (run.kind, run.input, run.tied)
+        return layer_cost(
+            choice, self.compute(run.kind, shard, context.device_groups),
+            self._part(("collectives", layer, choice, shard, group.tp),
+                       lambda: tensor_parallel_seconds(kind, choice, shard, group.tp, run.input)),
+            self.parameters(run, choice, mesh.tp, context, each_micro_batch=each),
+            self._part(("memory", layer, choice, shard, mesh.dp_shard, whole),
+                       lambda: layer_memory(kind, choice, shard, request=self.request,
+                                            dp_shard=mesh.dp_shard, unsharded_gradients=whole,
+                                            inputs=run.input, without=without)),
+            group, num_micro_batches=candidate.num_micro_batches)
+
+    def parameters(self, run: Run, choice: Choice, tp: int, context: RankContext, *,
+                   each_micro_batch: bool) -> ParameterCost:
+        """Once-a-step costs of the parameters of one layer of a run."""
+        key = ("parameters", run.kind, run.tied, choice.tensor_parallel, tp, context,
+               each_micro_batch)
+        return self._part(key, lambda: layer_parameters(
+            self.graph.kinds[run.kind], self.shard(1, tp, choice), context.group, self.request,
+            without=frozenset(name for _, name in run.tied), each_micro_batch=each_micro_batch))
+
+    def _part(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._parts:
+            self._parts[key] = make()
+        part: T = self._parts[key]
+        return part
 
     # --- cuts, ties, the end of the step
 

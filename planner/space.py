@@ -1,9 +1,9 @@
 """The space of candidates: every mesh, micro-batch and schedule that is legal for a request.
 
 Level 1 is a table of (tp, pp, dp, micro-batch), built and bounded with numpy; level 2 expands one row into
-its candidates: schedules and chunks, the split of dp into replicas and shards, when gradients are reduced,
-and how the axes lie over the devices. Placements that no cost can tell apart are counted, and one of
-them kept.
+meshes: the split of dp into replicas and shards, and how the axes lie over the devices (of placements
+that no cost can tell apart one is kept); level 3 a mesh into candidates: schedules and chunks, and when
+gradients are reduced.
 
 Left out because another candidate is never slower and never needs more memory: GPipe where 1F1B is
 legal, gradients reduced after each micro-batch where there is one micro-batch or nothing is sharded.
@@ -12,9 +12,10 @@ legal, gradients reduced after each micro-batch where there is one micro-batch o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import factorial, prod
+from typing import Literal
 
 import numpy as np
 
@@ -23,8 +24,8 @@ from planner.layout import Axis, Mesh, Schedule
 from planner.problem import divisible
 from profiler.errors import InvalidInput
 
-__all__ = ["Row", "divisors", "expand", "host_group_orders", "legal_tensor_degrees", "rows",
-           "space_size"]
+__all__ = ["Row", "candidates", "divisors", "host_group_orders", "legal_tensor_degrees", "meshes",
+           "rows", "space_size"]
 
 MAX_GROUP_ORDERS = 24
 """Host-group orders tried: all of them up to four groups, else as listed, reversed and by speed."""
@@ -179,26 +180,26 @@ def schedules(coster: Coster, row: Row) -> Iterator[Schedule]:
             yield Schedule(name="interleaved", chunks=chunks)
 
 
-def expand(coster: Coster, row: Row) -> Iterator[Candidate]:
-    """The candidates of a row, in a fixed order; equal placements once (see `placements`)."""
+def meshes(coster: Coster, row: Row) -> Iterator[Mesh]:
+    """The meshes of a row, in a fixed order; placements that cost the same once."""
     request = coster.request
     for shard in divisors(row.dp):
         replicate = row.dp // shard
-        if request.dp_shard not in (None, shard) or request.dp_replicate not in (None, replicate):
-            continue
-        syncs: list[str] = ["last_micro_batch"]
-        allowed = row.pp == 1 or coster.capabilities.gradient_sync_per_micro_batch_with_pipeline
-        if shard > 1 and row.num_micro_batches > 1 and allowed:
-            syncs.append("each_micro_batch")
-        meshes = placements(coster, row, replicate, shard)
-        for schedule in schedules(coster, row):
-            for sync in syncs:
-                for mesh in meshes:
-                    yield Candidate(
-                        mesh=mesh, micro_batch=row.micro_batch,
-                        num_micro_batches=row.num_micro_batches,
-                        schedule=Schedule(name=schedule.name, chunks=schedule.chunks,
-                                          gradient_sync=sync))  # type: ignore[arg-type]
+        if request.dp_shard in (None, shard) and request.dp_replicate in (None, replicate):
+            yield from placements(coster, row, replicate, shard)
+
+
+def candidates(coster: Coster, row: Row, mesh: Mesh) -> Iterator[Candidate]:
+    """The candidates of a row on a mesh: schedules, and when gradients are reduced."""
+    syncs: list[Literal["last_micro_batch", "each_micro_batch"]] = ["last_micro_batch"]
+    allowed = row.pp == 1 or coster.capabilities.gradient_sync_per_micro_batch_with_pipeline
+    if mesh.dp_shard > 1 and row.num_micro_batches > 1 and allowed:
+        syncs.append("each_micro_batch")
+    for schedule in schedules(coster, row):
+        for sync in syncs:
+            yield Candidate(mesh=mesh, micro_batch=row.micro_batch,
+                            num_micro_batches=row.num_micro_batches,
+                            schedule=replace(schedule, gradient_sync=sync))
 
 
 def space_size(coster: Coster, table: dict[str, np.ndarray]) -> int:

@@ -18,6 +18,7 @@ and last layers of the model) and are left out elsewhere; both make the bound sm
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 from math import inf
 
 from planner.choices import convex_hull
@@ -41,7 +42,7 @@ class _Rank:
         self.weights = weights
         self.per_chunk = per_chunk
         self.hulls = [convex_hull([(s, q + weight * a) for s, q, a in options]) for weight in weights]
-        self.layers = 0
+        self.fastest_s = min(s for s, _, _ in options)
         self.known: dict[int, float] = {}
 
     def seconds(self, n: int) -> float:
@@ -59,7 +60,7 @@ class _Rank:
             first_s, first_bytes = hull[0]
             time += count * first_s
             used += count * first_bytes
-            for (s, size), (next_s, next_size) in zip(hull, hull[1:], strict=False):
+            for (s, size), (next_s, next_size) in pairwise(hull):
                 saved = size - next_size
                 savings.append(((next_s - s) / saved, count * saved))
             if not left:
@@ -140,6 +141,9 @@ class Waterfill:
         Infinite if the layers do not fit. `least_slowest_s`: a bound known already, up to which
         ranks are filled at once.
         """
+        if len(self.ranks) == 1:
+            return max(least_slowest_s, self.ranks[0].seconds(self.count)), [self.count]
+        self._found: dict[int, int] = {}
         layers = [self._most(rank, least_slowest_s) for rank in self.ranks]
         slowest, left = least_slowest_s, self.count - sum(layers)
         for i in range(len(layers)):  # too many: the bound was not met; take some back
@@ -160,17 +164,22 @@ class Waterfill:
         return slowest, layers
 
     def _most(self, rank: _Rank, limit_s: float) -> int:
-        """Most layers of the run on a rank within a time."""
-        low, high = 0, self.count
-        if rank.seconds(high) <= limit_s:
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
+        """Most layers of the run on a rank within a time: from the guess without memory, down or up."""
+        if id(rank) in self._found:
+            return self._found[id(rank)]
+        guess = max(0, min(self.count, int((limit_s - rank.fixed_s) / rank.fastest_s)))
+        step = 1
+        high = guess + 1
+        while guess > 0 and rank.seconds(guess) > limit_s:
+            high, guess, step = guess, max(0, guess - step), 2 * step
+        while high - guess > 1:
+            middle = (guess + high) // 2
             if rank.seconds(middle) <= limit_s:
-                low = middle
+                guess = middle
             else:
                 high = middle
-        return low
+        self._found[id(rank)] = guess
+        return guess
 
     def least_sum(self, limit_s: float) -> float:
         """Least sum of the ranks' seconds when none takes longer than `limit_s`."""

@@ -21,13 +21,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import networkx as nx
 from annotated_types import Ge, Len, MaxLen
 from pydantic import ConfigDict
 
 from profiler.documents import STRICT
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["AttentionShape", "Edge", "Extent", "Layer", "LayerGraph", "LayerKind", "MatmulShape",
            "ModelSource", "Op", "Parameter", "Split", "TensorGroup", "TensorParallel", "Tie",
@@ -317,6 +319,8 @@ class LayerGraph:
 
     def graph(self) -> nx.MultiDiGraph:
         """The DAG of layers: nodes are indices with `name` and `kind`, edges carry `edge`."""
+        import networkx as nx  # a quarter of a second that planning does not need
+
         graph = nx.MultiDiGraph(name=self.name)
         for index, layer in enumerate(self.layers):
             graph.add_node(index, name=layer.name, kind=layer.kind)

@@ -22,14 +22,14 @@ from planner.cost.collectives import (
     reduce_scatter_seconds,
 )
 from planner.cost.compute import ComputeTimes, Shard
-from planner.cost.memory import LayerMemory, layer_memory, local_parameters
+from planner.cost.memory import LayerMemory, local_parameters
 from planner.layout import Choice
 from planner.request import Request
 from planner.topology_groups import Span
-from profiler.layer_graph import NOTHING, Extent, LayerKind
+from profiler.layer_graph import Extent, LayerKind
 
-__all__ = ["Group", "LayerCost", "ParameterCost", "layer_cost", "overlap_extra_s",
-           "parameter_cost", "tensor_parallel_seconds"]
+__all__ = ["Group", "LayerCost", "ParameterCost", "layer_cost", "layer_parameters",
+           "overlap_extra_s", "parameter_cost", "tensor_parallel_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,16 +124,14 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
         norm_s=3 * local * size.gradient_bytes / group.memory_bytes_per_s)
 
 
-def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Shard, group: Group,
-               request: Request, *, num_micro_batches: int, each_micro_batch: bool,
-               unsharded_gradients: bool, inputs: Extent = NOTHING, without: frozenset[str] = frozenset()) -> LayerCost:
-    """Cost of one layer.
+def layer_parameters(kind: LayerKind, shard: Shard, group: Group, request: Request, *,
+                     each_micro_batch: bool, without: frozenset[str] = frozenset()
+                     ) -> ParameterCost:
+    """Once-a-step costs of a layer's parameters.
 
     Args:
-        compute, shard: of this rank's share: tp = 1 where the layer is held whole.
+        shard: with tp = 1 where the layer is held whole.
         each_micro_batch: gradients are reduced after every micro-batch.
-        unsharded_gradients: they accumulate whole until the end of the step.
-        inputs: elements of the layer's input activations.
         without: tied parameters, which are charged to their group.
     """
     trainable, frozen = local_parameters(kind, shard.tp, without)
@@ -141,21 +139,29 @@ def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Sh
     if group.tp.size > 1 and shard.sequence_parallel:
         copies = sum(p.numel for p in kind.parameters
                      if p.trainable and p.split == "replicated" and p.name not in without)
-    parameters = parameter_cost(trainable, frozen, group, request, tensor_parallel_copies=copies,
-                                each_micro_batch=each_micro_batch)
-    forward_tp, backward_tp, recompute_tp = tensor_parallel_seconds(kind, choice, shard, group.tp,
-                                                                   inputs)
+    return parameter_cost(trainable, frozen, group, request, tensor_parallel_copies=copies,
+                          each_micro_batch=each_micro_batch)
+
+
+def layer_cost(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
+               parameters: ParameterCost, memory: LayerMemory, group: Group, *,
+               num_micro_batches: int) -> LayerCost:
+    """Put the parts of one layer's cost together.
+
+    Args:
+        compute: of this rank's share. collectives: of `tensor_parallel_seconds`.
+        parameters: of `layer_parameters`. memory: of `layer_memory`.
+    """
+    forward_tp, backward_tp, recompute_tp = collectives
     recompute = {"none": 0.0, "selective": compute.recompute_selective_s,
                  "full": compute.recompute_full_s}[choice.recompute] + recompute_tp
     resharded = choice.reshard and group.shard.size > 1
-    gather = parameters.gather_s
-    forward_work = compute.forward_s + forward_tp
+    gather, slowdown = parameters.gather_s, group.overlap_slowdown
     backward_work = compute.backward_s + recompute + backward_tp
-    slowdown = group.overlap_slowdown
     beside = parameters.reduce_each_s + (gather if resharded else 0.0)
     backward_extra = overlap_extra_s(backward_work, beside, slowdown)
     reduce_share = parameters.reduce_each_s / beside if beside else 0.0
-    forward_extra = overlap_extra_s(forward_work, gather, slowdown)
+    forward_extra = overlap_extra_s(compute.forward_s + forward_tp, gather, slowdown)
     return LayerCost(
         forward_compute_s=compute.forward_s,
         backward_compute_s=compute.backward_s,
@@ -167,9 +173,7 @@ def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Sh
         reduction_backward_s=backward_extra * reduce_share,
         window_s=backward_work,
         parameters=parameters,
-        memory=layer_memory(kind, choice, shard, request=request, dp_shard=group.shard.size,
-                            unsharded_gradients=unsharded_gradients, inputs=inputs,
-                            without=without))
+        memory=memory)
 
 
 def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span: Span,

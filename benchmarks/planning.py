@@ -2,10 +2,10 @@
 
     python -m benchmarks.planning [-o results.json] [--only NAME] [--repeats N]
 
-Each question is planned in a process of its own, from command to answer (interpreter start, catalogue,
-search, proof), so that seconds and peak memory are what a user sees. Printed: the size of the space,
-candidates priced and solved, wall and processor seconds (medians of the repeats), peak memory, status,
-gap.
+Each question is planned in a process of its own, from command to answer (interpreter start,
+catalogue, search, proof), so that seconds and peak memory are what a user sees. Printed: the size
+of the space, candidates priced and solved, wall and processor seconds (medians of the repeats),
+peak memory, status, gap.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Question:
     note: str = ""
 
 
-# 36 GB devices: an A100's figures with its memory overridden, as in the published searches over Llama 7B.
+# 36 GB devices: an A100's figures with its memory overridden, as in the published searches over
+# Llama 7B.
 SMALL_DEVICES = {
     "preset": "dgx-a100-40g", "nodes": 1, "memory_bytes": 36 * 10**9,
     "name": "8 devices of 36 GB"}
@@ -129,8 +130,9 @@ def table(answers: list[Answer]) -> Table:
         result.add_column(heading, justify="left" if heading in ("question", "status") else "right")
     for a in answers:
         result.add_row(a.name, f"{a.space:,}", f"{a.candidates:,}", str(a.filled), str(a.solved),
-                       f"{a.seconds:.2f}", f"{a.cpu_seconds:.2f}", f"{a.goal_s:g}", f"{a.peak_memory_mib:.0f}", a.status,
-                       f"{a.gap:.1e}" if a.gap else "0", f"{a.step_s:.3f}")
+                       f"{a.seconds:.2f}", f"{a.cpu_seconds:.2f}", f"{a.goal_s:g}",
+                       f"{a.peak_memory_mib:.0f}", a.status, f"{a.gap:.1e}" if a.gap else "0",
+                       f"{a.step_s:.3f}")
     return result
 
 

@@ -6,9 +6,9 @@
         -> filled                    bounded with memory                  planner/waterfill.py
           -> solved                  the integer program                  planner/formulation.py
 
-One heap holds all these nodes, ordered by bound. When the least bound reaches the best layout found,
-nothing left can be faster: the answer is optimal over the whole space. What comes out of a program is
-priced again by `planner/pricing.py`, and a disagreement is an error.
+One heap holds all these nodes, ordered by bound. When the least bound reaches the best layout
+found, nothing left can be faster: the answer is optimal over the whole space. What comes out of a
+program is priced again by `planner/pricing.py`, and a disagreement is an error.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from profiler.errors import InternalError
 __all__ = ["TOLERANCE", "Found", "Outcome", "Progress", "run_search"]
 
 TOLERANCE = 1e-6
-"""Two steps that differ by a smaller share are equal: far below any cost model's error, and above the
-rounding of the program's integers."""
+"""Two steps that differ by a smaller share are equal: far below any cost model's error, and above
+the rounding of the program's integers."""
 
 DETERMINISTIC_LIMIT = 20.0
-"""CP-SAT's deterministic seconds for one candidate, after which its bound goes back into the heap."""
+"""CP-SAT's deterministic seconds for one candidate, after which its bound goes back into the
+heap."""
 
 RUNNERS_UP = 8
 RUNNERS_UP_TRIED = 120
@@ -121,8 +122,8 @@ class _Search:
         self.best_s = inf
         self.last_report = 0.0
 
-    # A node is (bound, -depth, ticket, content): of equal bounds the deepest comes first, so that an
-    # answer is found early; the ticket keeps the order the same from run to run.
+    # A node is (bound, -depth, ticket, content): of equal bounds the deepest comes first, so that
+    # an answer is found early; the ticket keeps the order the same from run to run.
 
     def push(self, bound_s: float, depth: int, content: object) -> None:
         node = (bound_s, -depth, next(self.ticket), content)

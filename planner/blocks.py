@@ -1,22 +1,23 @@
 """Models of one repeated block: the cut as a program over ranks, the choices as a knapsack a rank.
 
-Most models are a run of N equal blocks with a few layers before (embedding) and after (norm, head). Those
-stay with the first and the last stage, a stage is then known by how many blocks it has, and the stage
-problem falls apart:
+Most models are a run of N equal blocks with a few layers before (embedding) and after (norm, head).
+Those stay with the first and the last stage, a stage is then known by how many blocks it has, and
+the stage problem falls apart:
 
-    h_i(n)   least seconds of pipeline rank i with n blocks, within its memory      planner/choices.py
+    h_i(n)   least seconds of pipeline rank i with n blocks in its memory (planner/choices.py)
     e_i(n)   what follows its last backward; the same for all choices
 
     minimise    (m - 1/v) T + (1/v) sum_i h_i(n_i) + A
     so that (1) sum_i n_i = N
             (2) T >= h_i(n_i), A >= e_i(n_i)          for every rank
 
-with one 0/1 variable u[i,n] for each rank and number of blocks, (1) and (2) linear in them. h_i starts as its
-fractional relaxation (`planner/waterfill.py`) and is made exact where an answer uses it; when all
-that are used are exact, the answer is optimal. The stages of interleaved schedules have N/K blocks each.
+with one 0/1 variable u[i,n] for each rank and number of blocks, (1) and (2) linear in them. h_i
+starts as its fractional relaxation (`planner/waterfill.py`) and is made exact where an answer uses
+it; when all that are used are exact, the answer is optimal. The stages of interleaved schedules
+have N/K blocks each.
 
-`variants` fixes first what would make the tails unlike; `block_form` says whether a problem is then of
-this kind; the others go to `planner/formulation.py`.
+`variants` fixes first what would make the tails unlike; `block_form` says whether a problem is then
+of this kind; the others go to `planner/formulation.py`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def block_form(problem: StageProblem) -> BlockForm | None:
 
 
 def _reduction_hides(problem: StageProblem) -> bool:
-    """Whether the last reduction hides behind any backward, so that choices do not change the tail."""
+    """Whether the last reduction hides behind any backward, so that choices do not change the
+    tail."""
     if problem.candidate.mesh.pp > 1:
         return False
     reduce = sum(costs[0].parameters.reduce_s for _, costs, _ in problem.ties)
@@ -273,9 +275,10 @@ class Blocks:
         domains = [self.domain(i, limit_s) for i in range(self.p)]
         if not all(domains):
             return None
-        domains = self._tightened(domains)
-        if domains is None:
+        tight = self._tightened(domains)
+        if tight is None:
             return None
+        domains = tight
         if all(len(d) == 1 for d in domains):
             numbers = [d[0] for d in domains]
         else:

@@ -1,7 +1,7 @@
 """Lower bounds of the step time, valid for every layout of a row or of a candidate.
 
-Symbols as in `planner/pricing.py`; w_r = least seconds of a layer of run r for one micro-batch over all of
-its choices, n_r = its layers, S = sum n_r w_r.
+Symbols as in `planner/pricing.py`; w_r = least seconds of a layer of run r for one micro-batch over
+all of its choices, n_r = its layers, S = sum n_r w_r.
 
     slowest >= max(S / p, max_r ceil(n_r / p) w_r)           one rank has at least its share
     slowest >= the best cut of the chain into p pieces       where a rank has one piece (v = 1)

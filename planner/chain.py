@@ -1,8 +1,8 @@
 """The model as a chain of runs: neighbouring layers that cost the same and cut the same.
 
-Layers stand in the topological order of the LayerGraph. Cutting before layer c sends every tensor made
-before c and read at or after c, so that a DAG (skip connections, an encoder that feeds each decoder
-layer) is cut like a chain, with everything alive across the cut charged and carried.
+Layers stand in the topological order of the LayerGraph. Cutting before layer c sends every tensor
+made before c and read at or after c, so that a DAG (skip connections, an encoder that feeds each
+decoder layer) is cut like a chain, with everything alive across the cut charged and carried.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _crossings(graph: LayerGraph) -> list[Crossing]:
 
 
 def _inputs(graph: LayerGraph) -> list[Extent]:
-    """Per layer, the elements of differentiable inputs of the compute dtype that no other layer reads.
+    """Per layer, the elements of differentiable inputs of the compute dtype that no other layer
+    reads.
 
     A tensor that several layers read (an encoder's output) is one storage however many keep it.
     """

@@ -3,10 +3,10 @@
     minimise  sum of seconds          one option for each layer
     so that   static + sum_c n_c * activations of chunk c + working set <= room     at each moment n
 
-A dynamic program over layers keeps the undominated (seconds, bytes) and drops what cannot beat the best
-known: the fractional knapsack of the layers still to come bounds every state from below, and a
-rounded fractional answer is the first best known. The working set is a maximum, not a sum, so each size
-that it can have is tried with the options that keep within it.
+A dynamic program over layers keeps the undominated (seconds, bytes) and drops what cannot beat the
+best known: the fractional knapsack of the layers still to come bounds every state from below, and a
+rounded fractional answer is the first best known. The working set is a maximum, not a sum, so each
+size that it can have is tried with the options that keep within it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Picks = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`count` equal layers in one chunk; options are (seconds, static, activation, working bytes)."""
+    """`count` equal layers in one chunk; options are (seconds, static, activation, working
+    bytes)."""
 
     count: int
     chunk: int
@@ -162,7 +163,8 @@ def _undominated(seconds: Floats, used: Floats, alive: NDArray[np.bool_]) -> NDA
     if used.shape[1] == 1:
         sizes = used[index, 0]
         smallest = np.minimum.accumulate(np.concatenate([[inf], sizes[:-1]]))
-        return index[sizes < smallest]
+        smaller: NDArray[np.int64] = index[sizes < smallest]
+        return smaller
     kept: list[int] = []
     for i in index:
         if not any((used[j] <= used[i]).all() for j in kept):

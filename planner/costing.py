@@ -1,7 +1,8 @@
 """Costs of one model on one topology under one request, remembered between candidates.
 
-The pricing of a given layout and the program that looks for the best one both ask here, so that there is
-one cost model. A `Candidate` fixes everything but the stages and the choices of the layers.
+The pricing of a given layout and the program that looks for the best one both ask here, so that
+there is one cost model. A `Candidate` fixes everything but the stages and the choices of the
+layers.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class Coster:
     # --- where the ranks lie
 
     def placement(self, mesh: Mesh) -> Placement:
-        """Ranks on devices: the host groups in the mesh's order, filled from the first device on."""
+        """Ranks on devices: the host groups in the mesh's order, filled from the first device
+        on."""
         order = mesh.host_groups or tuple(range(len(self.topology.hosts)))
         key = (order, mesh.num_devices)
         if key not in self._placements:

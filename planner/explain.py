@@ -1,8 +1,8 @@
 """Why nothing fits, and what would: the diagnosis of an infeasible request.
 
-The layout that comes nearest (least bytes over on its worst rank) is named with its terms. Then one thing
-at a time is changed, and the changes under which a layout is found that fits are listed, among them the
-smallest number of devices. Every claim "fits" rests on a priced layout.
+The layout that comes nearest (least bytes over on its worst rank) is named with its terms. Then one
+thing at a time is changed, and the changes under which a layout is found that fits are listed,
+among them the smallest number of devices. Every claim "fits" rests on a priced layout.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Sets
     i in 0..p-1      pipeline ranks; g tied parameters with their runs R_g
 
 Parameters (times in units of `unit_s`, memory in blocks of 512 bytes)
-    f, b[r,o,i]      forward, backward time of a layer            a, q, w[r,o,i]  activations, static
-    h[r,o,i]         once-a-step time                                             bytes, working set
+    f, b[r,o,i]      forward, backward time of a layer; h[r,o,i] its once-a-step time
+    a, q, w[r,o,i]   its activations, static bytes, working set
     c[r], e[r]       receiving times of a cut inside / after run r
-    M_i              memory of a rank, N_i moments of its schedule (micro-batches in flight per chunk)
+    M_i, N_i         memory of a rank; moments of its schedule (micro-batches in flight per chunk)
 
 Variables
     y[k,r]           layers of run r in stages 0..k               x[k,r,o]  of stage k with option o
@@ -50,8 +50,8 @@ Segments = list[list[tuple[int, int, Choice]]]
 Moments = tuple[tuple[tuple[int, ...], ...], ...]
 
 RESOLUTION = 2.0**-22
-"""What the integers can tell apart, as a share of the slowest rank's least time: rounding a layer to
-whole units moves the sum over all layers by half of it at most."""
+"""What the integers can tell apart, as a share of the slowest rank's least time: rounding a layer
+to whole units moves the sum over all layers by half of it at most."""
 
 LARGEST = 2.0**52
 """Above any objective, and still whole in a double."""
@@ -395,8 +395,8 @@ def solve(problem: StageProblem, *, least_slowest_s: float, most_s: float = math
           deterministic_time: float, time_limit_s: float | None = None) -> Solution:
     """Solve one candidate to optimality, or until the deterministic limit.
 
-    The limit is CP-SAT's deterministic time, and seed and workers are fixed, so that the same problem
-    gives the same answer on every machine; `time_limit_s` is a last resort.
+    The limit is CP-SAT's deterministic time, and seed and workers are fixed, so that the same
+    problem gives the same answer on every machine; `time_limit_s` is a last resort.
     """
     p = problem.candidate.mesh.pp
     moments: list[tuple[tuple[int, ...], ...]] = [(problem.first_moment(i),) for i in range(p)]

@@ -1,8 +1,8 @@
 """A quick layout for one candidate: the filled ranks, made whole.
 
-It seeds the search with a first answer, and is what there is when time runs out. The stages are those of the
-filled relaxation (`planner/waterfill.py`) or the best cut; then every rank starts with its fastest choices
-and pays the cheapest seconds per byte, whole layers at a time, until it fits.
+It seeds the search with a first answer, and is what there is when time runs out. The stages are
+those of the filled relaxation (`planner/waterfill.py`) or the best cut; then every rank starts with
+its fastest choices and pays the cheapest seconds per byte, whole layers at a time, until it fits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A small builder of linear programs, handed to OR-Tools' solver wrapper when complete.
 
-The wrapper's own expressions cost more than solving our programs does; here an expression is a list of
+The wrapper's own expressions cost more than solving our programs does; here an expression is a list
+of
 (coefficient, variable) with a constant, and rows are loaded in one go. CP-SAT solves the integer
 programs and GLOP their relaxations.
 """

@@ -2,9 +2,9 @@
 
     step = (m - 1/v) * slowest + (sum of t_r) / v + max_r tail_r + rest
 
-with t_r the seconds of pipeline rank r for one micro-batch, `slowest` = max_r t_r (GPipe: max f + max b),
-tail_r what follows the last backward on rank r, and `rest` the reductions of tied parameters and of the
-gradient norm. See `planner/cost/pipeline.py` for the schedules.
+with t_r the seconds of pipeline rank r for one micro-batch, `slowest` = max_r t_r (GPipe: max f +
+max b), tail_r what follows the last backward on rank r, and `rest` the reductions of tied
+parameters and of the gradient norm. See `planner/cost/pipeline.py` for the schedules.
 """
 
 from __future__ import annotations

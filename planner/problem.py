@@ -1,7 +1,7 @@
 """The stage problem of one candidate: what `formulation.py` turns into a program.
 
-For each run of equal layers the choices that can be part of a best answer (dominated ones are left out),
-with their costs on every class of pipeline ranks.
+For each run of equal layers the choices that can be part of a best answer (dominated ones are left
+out), with their costs on every class of pipeline ranks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _RankBytes:
 class StageProblem:
     """All that the cut into stages and the choices depend on.
 
-    options[r]: of run r. rank_class[i], capacity_bytes[i]: of pipeline rank i (capacity after context
-    and communicators). inside[i][r], after[i][r]: cuts sent by rank i. ties[g]: (runs that
+    options[r]: of run r. rank_class[i], capacity_bytes[i]: of pipeline rank i (capacity after
+    context and communicators). inside[i][r], after[i][r]: cuts sent by rank i. ties[g]: (runs that
     hold it, cost per class, seconds of one reduction between ranks). rest_s: constant seconds.
     """
 
@@ -186,8 +186,8 @@ def _vector(option: Option, keep_window: bool) -> tuple[float, ...]:
 def _undominated(options: Sequence[Option], keep_window: bool) -> tuple[Option, ...]:
     """Without those that another equals or beats in every respect (the first of equals stays).
 
-    A larger window hides more of the last reduction, but on a lone rank a layer that is slower by x costs
-    m*x in the micro-batches and hides at most x of it, so there the window need not be kept.
+    A larger window hides more of the last reduction, but on a lone rank a layer that is slower by x
+    costs m*x in the micro-batches and hides at most x of it, so there the window need not be kept.
     """
     kept: list[tuple[tuple[float, ...], Option]] = []
     for option in sorted(options, key=lambda o: _vector(o, keep_window)):

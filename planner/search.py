@@ -1,6 +1,7 @@
 """From a request to a Layout: search, lift, price, explain.
 
-`planner/best_first.py` searches; this makes its answer a document, with the proof and the runners-up.
+`planner/best_first.py` searches; this makes its answer a document, with the proof and the
+runners-up.
 """
 
 from __future__ import annotations

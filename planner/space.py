@@ -1,12 +1,13 @@
 """The space of candidates: every mesh, micro-batch and schedule that is legal for a request.
 
-Level 1 is a table of (tp, pp, dp, micro-batch), built and bounded with numpy; level 2 expands one row into
-meshes: the split of dp into replicas and shards, and how the axes lie over the devices (of placements
-that no cost can tell apart one is kept); level 3 a mesh into candidates: schedules and chunks, and when
-gradients are reduced.
+Level 1 is a table of (tp, pp, dp, micro-batch), built and bounded with numpy; level 2 expands one
+row into meshes: the split of dp into replicas and shards, and how the axes lie over the devices (of
+placements that no cost can tell apart one is kept); level 3 a mesh into candidates: schedules and
+chunks, and when gradients are reduced.
 
 Left out because another candidate is never slower and never needs more memory: GPipe where 1F1B is
-legal, gradients reduced after each micro-batch where there is one micro-batch or nothing is sharded.
+legal, gradients reduced after each micro-batch where there is one micro-batch or nothing is
+sharded.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ def divisors(number: int) -> list[int]:
 def legal_tensor_degrees(coster: Coster, most: int) -> list[int]:
     """Degrees up to `most` that divide layers with at least half of the model's FLOPs.
 
-    The other layers are held whole. Sequence parallelism also needs the degree to divide the sequence.
+    The other layers are held whole. Sequence parallelism also needs the degree to divide the
+    sequence.
     """
     graph, capabilities = coster.graph, coster.capabilities
     work = {name: sum(op.flops.at(1, coster.seq_len) for op in kind.ops)
             for name, kind in graph.kinds.items()}
-    counts = {name: 0 for name in graph.kinds}
+    counts = dict.fromkeys(graph.kinds, 0)
     for layer in graph.layers:
         counts[layer.kind] += 1
     total = sum(work[name] * counts[name] for name in work)

@@ -5,14 +5,15 @@ One run dominates most models (the blocks of a transformer). For pipeline rank i
     h_i(n) = least seconds of n layers of that run on rank i within its memory,
              choices mixed in any proportion
 
-which is a fractional knapsack: every layer starts with its fastest choice, and the cheapest seconds per
-byte saved are paid until the rank fits. h_i is convex and increasing, so
+which is a fractional knapsack: every layer starts with its fastest choice, and the cheapest seconds
+per byte saved are paid until the rank fits. h_i is convex and increasing, so
 
     least slowest rank   give each next layer to the rank where the result is least
     least sum            give each next layer to the rank where it adds least (ranks up to a limit)
 
-are exact for this relaxation, with whole layers. Other runs count where their place is forced (the first
-and last layers of the model) and are left out elsewhere; both make the bound smaller, never wrong.
+are exact for this relaxation, with whole layers. Other runs count where their place is forced (the
+first and last layers of the model) and are left out elsewhere; both make the bound smaller, never
+wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class _Rank:
         self.fixed_s = fixed_s
         self.weights = weights
         self.per_chunk = per_chunk
-        self.hulls = [convex_hull([(s, q + weight * a) for s, q, a in options]) for weight in weights]
+        self.hulls = [convex_hull([(s, q + weight * a) for s, q, a in options])
+                      for weight in weights]
         self.fastest_s = min(s for s, _, _ in options)
         self.known: dict[int, float] = {}
 
@@ -164,7 +166,8 @@ class Waterfill:
         return slowest, layers
 
     def _most(self, rank: _Rank, limit_s: float) -> int:
-        """Most layers of the run on a rank within a time: from the guess without memory, down or up."""
+        """Most layers of the run on a rank within a time: from the guess without memory, down or
+        up."""
         if id(rank) in self._found:
             return self._found[id(rank)]
         guess = max(0, min(self.count, int((limit_s - rank.fixed_s) / rank.fastest_s)))

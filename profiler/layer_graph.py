@@ -35,7 +35,7 @@ __all__ = ["AttentionShape", "Edge", "Extent", "Layer", "LayerGraph", "LayerKind
            "ModelSource", "Op", "Parameter", "Split", "TensorGroup", "TensorParallel", "Tie",
            "VERSION"]
 
-VERSION = 1
+VERSION: Literal[1] = 1
 
 Split = Literal["column", "row", "heads", "feature", "sequence", "vocabulary", "gathered",
                 "replicated"]
@@ -61,10 +61,9 @@ class Extent:
         return f[0] + s * (f[1] + s * f[2]) + micro_batch * (p[0] + s * (p[1] + s * p[2]))
 
     def __add__(self, other: Extent) -> Extent:
-        add = tuple[int, int, int]
-        return Extent(fixed=add(x + y for x, y in zip(self.fixed, other.fixed, strict=True)),
-                      per_sample=add(x + y for x, y in zip(self.per_sample, other.per_sample,
-                                                          strict=True)))
+        (a, b, c), (d, e, f) = self.fixed, other.fixed
+        (p, q, r), (s, t, u) = self.per_sample, other.per_sample
+        return Extent(fixed=(a + d, b + e, c + f), per_sample=(p + s, q + t, r + u))
 
 
 NOTHING = Extent()

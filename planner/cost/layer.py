@@ -7,9 +7,10 @@ compute and only the rest is exposed; while both run, compute is slower by the d
     extra(w, c) = max(0, c - w) + (g - 1) min(w, c)
 
 Parameters that are kept after forward are gathered once a step, beside the first micro-batch; each
-micro-batch is charged its share of that. Tensor-parallel collectives are exposed: the next matmul waits for them. With sequence parallelism a
-column region gathers its input forward and reduce-scatters its gradient backward, a row region the
-reverse (Korthikanti et al., 2022, section 4.2.2); without, each is one all-reduce (Shoeybi et al., 2019).
+micro-batch is charged its share of that. Tensor-parallel collectives are exposed: the next matmul
+waits for them. With sequence parallelism a column region gathers its input forward and
+reduce-scatters its gradient backward, a row region the reverse (Korthikanti et al., 2022, section
+4.2.2); without, each is one all-reduce (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ __all__ = ["Group", "LayerCost", "ParameterCost", "layer_cost", "layer_parameter
 class Group:
     """Where one pipeline rank's groups lie, and the slowest of its devices.
 
-    memory_bytes_per_s: of the optimizer's long streams. tp, shard, replicate: the spans of the axes.
+    memory_bytes_per_s: of the optimizer's long streams. tp, shard, replicate: the spans of the
+        axes.
     """
 
     memory_bytes_per_s: float
@@ -100,9 +102,9 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
                    each_micro_batch: bool, tensor_parallel_copies: int = 0) -> ParameterCost:
     """Once-a-step costs of parameters held by one tensor-parallel rank.
 
-    Reduction: a reduce-scatter over the sharding axis, then an all-reduce of the shard over the replicas
-    (HSDP). Optimizer: parameter, moments and gradient read, parameter and moments written. Norm:
-    the gradient read, and read and written again by clipping.
+    Reduction: a reduce-scatter over the sharding axis, then an all-reduce of the shard over the
+    replicas (HSDP). Optimizer: parameter, moments and gradient read, parameter and moments written.
+    Norm: the gradient read, and read and written again by clipping.
 
     Args:
         tensor_parallel_copies: trainable parameters held whole by each tensor-parallel rank, whose

@@ -1,14 +1,14 @@
 """Memory of one layer on one rank, and of a pipeline rank at the peak of its schedule.
 
-Symbols: P = parameters of the layer on this rank (divided by the tensor-parallel degree), d = dp_shard
-degree. Bytes per parameter come from the request's precision (`planner/request.py`).
+Symbols: P = parameters of the layer on this rank (divided by the tensor-parallel degree), d =
+dp_shard degree. Bytes per parameter come from the request's precision (`planner/request.py`).
 
     parameters   P_trainable*stored/d + P_frozen*compute/d
     copy         P*compute            kept if not resharded, else part of the working set
     gradients    P_trainable*gradient/d, or P_trainable*reduce while they accumulate unsharded
     states       P_trainable*moments*state/d
-    activations  saved bytes of one micro-batch, times the micro-batches in flight; under recompute the
-                 layer's input, and with `selective` what matmuls and attention made
+    activations  saved bytes of one micro-batch, times the micro-batches in flight; recomputed
+                 layers keep their input, and with `selective` what matmuls and attention made
     working set  the largest of the layer's own at its peak: what is recomputed, temporaries,
                  gathered parameters (this unit and the prefetched next), gradients being reduced
 
@@ -61,7 +61,8 @@ def _blocks(num_bytes: float) -> int:
 
 def local_parameters(kind: LayerKind, tp: int, without: frozenset[str] = frozenset()
                      ) -> tuple[int, int]:
-    """(trainable, frozen) parameters held by one tensor-parallel rank; `without` names are left out.
+    """(trainable, frozen) parameters held by one tensor-parallel rank; `without` names are left
+    out.
 
     A dimension that the degree does not divide counts as padded: ceil(size / tp).
     """
@@ -97,7 +98,7 @@ def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Requ
     Args:
         shard: with `tp` = 1 where the layer is held whole.
         unsharded_gradients: gradients accumulate whole over the micro-batches of a step.
-        inputs: elements of the layer's input, which a checkpoint keeps whether or not autograd would.
+        inputs: elements of the layer's input, which a checkpoint keeps if autograd does not.
         without: parameters charged elsewhere (tied ones that another layer holds).
     """
     size = request.bytes

@@ -4,12 +4,13 @@ Symbols: p = pipeline ranks, v = chunks per rank (stages k = 0..p*v-1, stage k o
 micro-batches, f_k / b_k = seconds of stage k forward / backward for one micro-batch, receiving
 included; t_r = seconds of all chunks of rank r.
 
-    1F1B         (m - 1) max_r t_r + sum_r t_r                       (Narayanan et al., SC21, section 2.2)
+    1F1B         (m - 1) max_r t_r + sum_r t_r
     GPipe        (m - 1) (max_r f_r + max_r b_r) + sum_r t_r
-    interleaved  (m - 1/v) max_r t_r + (sum_r t_r) / v               (ibid.: the bubble shrinks by v)
+    interleaved  (m - 1/v) max_r t_r + (sum_r t_r) / v        the bubble shrinks by v
 
-All three are exact for equal stages. The replay orders the operations of each rank as the schedule
-does, and lets each start when its rank is free and its input has come.
+(Narayanan et al., SC21, section 2.2.) All three are exact for equal stages. The replay orders the
+operations of each rank as the schedule does, and lets each start when its rank is free and its
+input has come.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def _first_of_chunk(operations_done: NDArray[np.int64], p: int, v: int) -> NDArr
 
 
 def first_moment(schedule: ScheduleName, p: int, v: int, m: int, rank: int) -> tuple[int, ...]:
-    """The micro-batches in flight, per chunk, when the warm-up ends: one of `in_flight`'s moments."""
+    """The micro-batches in flight, per chunk, when the warm-up ends: one of `in_flight`'s
+    moments."""
     if v == 1:
         return in_flight(schedule, p, v, m, rank)[0]
     forwards = min(m * v, _warm_up(p, v, rank) + 1)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 from planner.costing import Coster
-from planner.layout import AXES, Layout
+from planner.layout import AXES, Axis, Layout, Mesh
 from planner.problem import divisible
 from planner.space import divisors, legal_tensor_degrees
 from profiler.errors import InvalidInput, UnsupportedLayout
 
 __all__ = ["check_legal", "check_request", "padding_notes", "violations"]
+
+MOST_PRODUCTS = 6
+"""Legal products of degrees that a message lists."""
+
+UNSUPPORTED: tuple[Axis, ...] = ("cp", "ep")
+"""Axes that no executor runs yet."""
 
 
 def check_request(coster: Coster) -> None:
@@ -47,16 +56,35 @@ def _mesh(coster: Coster, layout: Layout) -> list[str]:
     mesh, topology, problems = layout.mesh, coster.topology, []
     factors = " x ".join(f"{axis} {mesh.degree(axis)}" for axis in AXES if mesh.degree(axis) > 1)
     if mesh.num_devices > topology.num_devices:
+        legal = _products(mesh, topology.num_devices)
         problems.append(f"mesh {factors} = {mesh.num_devices} devices; {topology.name} has "
-                        f"{topology.num_devices}: lower one of the degrees")
-    for axis in ("cp", "ep"):
-        if mesh.degree(axis) > 1:  # type: ignore[arg-type]
-            problems.append(f"{axis} {mesh.degree(axis)}: only 1 is supported")  # type: ignore[arg-type]
+                        f"{topology.num_devices}: " + (f"legal products: {'; '.join(legal)}"
+                                                       if legal else "lower one of the degrees"))
+    for axis in UNSUPPORTED:
+        if mesh.degree(axis) > 1:
+            problems.append(f"{axis} {mesh.degree(axis)}: only 1 is supported")
     groups = mesh.host_groups
     if groups and sorted(groups) != list(range(len(topology.hosts))):
         problems.append(f"host_groups {list(groups)} is not an order of the "
                         f"{len(topology.hosts)} host groups of {topology.name}")
     return problems
+
+
+def _products(mesh: Mesh, num_devices: int) -> list[str]:
+    """Degrees of the mesh's axes, none above what was asked, that use all the devices."""
+    axes = [axis for axis in AXES if mesh.degree(axis) > 1 and axis not in UNSUPPORTED]
+
+    def factors(rest: int, index: int) -> Iterator[tuple[int, ...]]:
+        if index == len(axes):
+            if rest == 1:
+                yield ()
+            return
+        for degree in reversed(divisors(rest)):
+            if degree <= mesh.degree(axes[index]):
+                yield from ((degree, *others) for others in factors(rest // degree, index + 1))
+
+    return [" x ".join(f"{axis} {degree}" for axis, degree in zip(axes, found, strict=True))
+            for found in islice(factors(num_devices, 0), MOST_PRODUCTS)]
 
 
 def _batch(layout: Layout) -> list[str]:

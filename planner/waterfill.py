@@ -28,23 +28,24 @@ from planner.problem import StageProblem, least_receive
 __all__ = ["Waterfill"]
 
 
+Hull = list[tuple[float, float]]
+
+
 class _Rank:
     """h_i for one rank: memory left for the run, time of the forced layers, prices of saving."""
 
-    def __init__(self, room_bytes: float, fixed_s: float, weights: list[int], per_chunk: int,
-                 options: list[tuple[float, int, int]]) -> None:
+    def __init__(self, room_bytes: float, fixed_s: float, hulls: list[Hull], per_chunk: int,
+                 ) -> None:
         """Args:
             room_bytes: for layers of the run. fixed_s: seconds of whatever else the rank does.
-            weights: micro-batches in flight per chunk, ascending. per_chunk: most layers in one.
-            options: (seconds, static bytes, activation bytes) of each choice.
+            hulls: the choices of a layer in each chunk, the chunk with the least in flight first.
+            per_chunk: most layers in one chunk.
         """
         self.room_bytes = room_bytes
         self.fixed_s = fixed_s
-        self.weights = weights
         self.per_chunk = per_chunk
-        self.hulls = [convex_hull([(s, q + weight * a) for s, q, a in options])
-                      for weight in weights]
-        self.fastest_s = min(s for s, _, _ in options)
+        self.hulls = hulls
+        self.fastest_s = hulls[0][0][0]
         self.known: dict[int, float] = {}
 
     def seconds(self, n: int) -> float:
@@ -100,6 +101,7 @@ class Waterfill:
                 if r != main:
                     forced.setdefault(rank, []).append(r)
         made: dict[object, _Rank] = {}
+        self._hulls: dict[tuple[int, int], Hull] = {}
         self.ranks: list[_Rank] = []
         self.keys: list[object] = []  # equal keys, equal ranks
         for i in range(p):
@@ -114,7 +116,6 @@ class Waterfill:
         problem, cls = self.problem, self.problem.rank_class[i]
         p, v = problem.candidate.mesh.pp, problem.candidate.schedule.chunks
         room, fixed = float(problem.capacity_bytes[i]), 0.0
-        main = [option.costs[cls] for option in problem.options[self.main]]
         # A rank without forced layers has some layer, though perhaps none of the main run.
         working = 0 if forced else min(
             option.costs[cls].memory.working_set_bytes
@@ -133,9 +134,16 @@ class Waterfill:
         if p > 1:
             ahead, back = least_receive(problem)
             fixed += (v - (i == 0)) * ahead + (v - (i == p - 1)) * back
-        options = [(c.forward_s + c.backward_s, c.memory.static_bytes, c.memory.activation_bytes)
-                   for c in main]
-        return _Rank(room - working, fixed, weights, per_chunk, options)
+        return _Rank(room - working, fixed, [self._hull(cls, w) for w in weights], per_chunk)
+
+    def _hull(self, cls: int, weight: int) -> Hull:
+        """The choices of a layer of the main run where `weight` micro-batches are in flight."""
+        if (cls, weight) not in self._hulls:
+            costs = [option.costs[cls] for option in self.problem.options[self.main]]
+            self._hulls[cls, weight] = convex_hull([
+                (c.forward_s + c.backward_s,
+                 c.memory.static_bytes + weight * c.memory.activation_bytes) for c in costs])
+        return self._hulls[cls, weight]
 
     def fill(self, least_slowest_s: float) -> tuple[float, list[int]]:
         """(least seconds of the slowest rank, layers of the main run on each rank).
@@ -143,8 +151,11 @@ class Waterfill:
         Infinite if the layers do not fit. `least_slowest_s`: a bound known already, up to which
         ranks are filled at once.
         """
-        if len(self.ranks) == 1:
-            return max(least_slowest_s, self.ranks[0].seconds(self.count)), [self.count]
+        p, v = len(self.ranks), self.problem.candidate.schedule.chunks
+        if p == 1 or v > 1:  # there is one way: equally many blocks for each rank
+            each = self.count // p
+            seconds = max(rank.seconds(each) for rank in dict.fromkeys(self.ranks))
+            return max(least_slowest_s, seconds), [each] * p
         self._found: dict[int, int] = {}
         layers = [self._most(rank, least_slowest_s) for rank in self.ranks]
         slowest, left = least_slowest_s, self.count - sum(layers)
@@ -186,6 +197,8 @@ class Waterfill:
 
     def least_sum(self, limit_s: float) -> float:
         """Least sum of the ranks' seconds when none takes longer than `limit_s`."""
+        if self.problem.candidate.schedule.chunks > 1:
+            return sum(rank.seconds(self.count // len(self.ranks)) for rank in self.ranks)
         heap = []
         total = 0.0
         for i, rank in enumerate(self.ranks):

@@ -107,8 +107,8 @@ def first_moment(schedule: ScheduleName, p: int, v: int, m: int, rank: int) -> t
     moments."""
     if v == 1:
         return in_flight(schedule, p, v, m, rank)[0]
-    forwards = min(m * v, _warm_up(p, v, rank) + 1)
-    return tuple(int(n) for n in _first_of_chunk(np.array([forwards]), p, v)[0])
+    rounds, rest = divmod(min(m * v, _warm_up(p, v, rank) + 1), p * v)
+    return tuple(rounds * p + min(max(rest - c * p, 0), p) for c in range(v))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ DETERMINISTIC_LIMIT = 20.0
 heap."""
 
 RUNNERS_UP = 8
-RUNNERS_UP_TRIED = 120
+RUNNERS_UP_TRIED = 60
 """How many other meshes are looked for after the proof, and in how many nodes at most."""
 
 Segments = list[list[tuple[int, int, Choice]]]
@@ -183,10 +183,11 @@ class _Search:
             elif isinstance(content, _Open):
                 filled = Waterfill(content.problem)
                 _, layers = filled.fill(self.bounds.bound(content.problem)[1])
-                for cuts in self.cuts(content.problem, filled, layers):
-                    segments = greedy(content.problem, cuts)
+                candidate = content.problem.candidate
+                if candidate.mesh not in known:
+                    segments = greedy(content.problem,
+                                      self.cuts(content.problem, filled, layers)[0])
                     if segments is not None:
-                        candidate = content.problem.candidate
                         self.keep(candidate, segments,
                                   evaluate(self.coster, candidate, segments))
 

@@ -44,7 +44,7 @@ from planner.layout import Choice
 from planner.linear import Expression, LinearProgram, total
 from planner.problem import StageProblem
 
-__all__ = ["Program", "Solution", "solve"]
+__all__ = ["Program", "Solution", "relaxed_bound", "solve"]
 
 Segments = list[list[tuple[int, int, Choice]]]
 Moments = tuple[tuple[tuple[int, ...], ...], ...]
@@ -389,6 +389,16 @@ class Program:
                  for o, option in enumerate(options)
                  if (count := round(self.x[k][r][o].value(values)))]
                 for k in range(self.problem.num_stages)]
+
+
+def relaxed_bound(problem: StageProblem, least_slowest_s: float) -> float:
+    """Lower bound of the step time from the linear relaxation; inf if even that is infeasible."""
+    moments = tuple((problem.first_moment(i),) for i in range(problem.candidate.mesh.pp))
+    program = Program(problem, moments, least_slowest_s=least_slowest_s)
+    result = program.model.solve(integer=False)
+    if result.status == "infeasible":
+        return math.inf
+    return program.seconds(result.bound) if result.status == "optimal" else 0.0
 
 
 def solve(problem: StageProblem, *, least_slowest_s: float, most_s: float = math.inf,

@@ -163,6 +163,7 @@ class Program:
                 self.model.at_least(count - begun)
                 self.model.at_least(run.count * begun - count)
                 self.model.at_least(count - run.count * done)
+                self.model.at_least(done - count, 1 - run.count)
                 started.append(begun)
                 finished.append(done)
             for r in range(1, len(runs)):

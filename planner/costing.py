@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -283,8 +283,12 @@ class Coster:
         others = frozenset(p.name for p in kind.parameters if p.name != name)
         trainable, frozen = local_parameters(kind, candidate.mesh.tp, others)
         size, shard = self.request.bytes, candidate.mesh.dp_shard
+        # Its layers do not know of it: where gradients are reduced after every micro-batch, that is
+        # charged at the end of the step as well.
         parameters = parameter_cost(trainable, frozen, context.group, self.request,
                                     each_micro_batch=candidate.each_micro_batch)
+        each_s = candidate.num_micro_batches * parameters.reduce_each_s
+        parameters = replace(parameters, reduce_s=parameters.reduce_s + each_s, reduce_each_s=0.0)
         gradient = (trainable * size.reduce_bytes if candidate.unsharded_gradients
                     else trainable * size.gradient_bytes / shard)
         state = trainable * self.request.num_moments * size.state_bytes / shard

@@ -95,12 +95,6 @@ def test_c81_two_slow_nodes_are_slower_than_one() -> None:
     assert kept.step_s < two.step_s
 
 
-RING = ("planner/cost/collectives.py takes a hierarchical all-gather and reduce-scatter where NCCL "
-        "has the flat ring alone (ncclTopoTuneModel in its tuning.cc): S (n-1)/n cross between "
-        "hosts, not S (h-1)/h")
-
-
-@pytest.mark.xfail(strict=True, reason=RING)
 def test_c81_gathering_over_two_nodes_moves_three_quarters() -> None:
     """2.3 GB at 1.9 GB/s: 1.24 s more in forward than on one node."""
     graph = model("qwen2.5-1.5b")
@@ -109,7 +103,6 @@ def test_c81_gathering_over_two_nodes_moves_three_quarters() -> None:
     assert all_gather_seconds(2 * graph.num_parameters, span) == pytest.approx(1.24, rel=0.05)
 
 
-@pytest.mark.xfail(strict=True, reason=RING)
 def test_c81_hsdp_across_two_slow_nodes_beats_zero_3() -> None:
     assert on_a10(2, dp_shard=2, dp_replicate=2).step_s < on_a10(2, dp_shard=4).step_s
 

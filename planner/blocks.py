@@ -23,6 +23,7 @@ of this kind; the others go to `planner/formulation.py`.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -227,7 +228,8 @@ class Blocks:
         for runs, costs, _ in problem.ties:
             if mine.intersection(runs):
                 cost = costs[cls].parameters
-                tail += cost.gather_s + cost.optimizer_s + cost.norm_s + share * cost.reduce_s
+                tail += (cost.gather_s + cost.reduce_each_s + cost.optimizer_s + cost.norm_s
+                         + share * cost.reduce_s)
         return tail
 
     def rest_s(self) -> float:
@@ -251,7 +253,7 @@ class Blocks:
             spared = (i == 0 and self.form.has_before) or (
                 i == self.p - 1 and self.form.has_after)
             numbers = list(range(0 if spared else 1, self.count + 1))
-        return [n for n in numbers if self.bound(i, n) <= limit_s]
+        return [n for n in numbers if self.bound(i, n) <= min(limit_s, sys.float_info.max)]
 
     def bound(self, i: int, n: int) -> float:
         """h_i(n) if known, else a lower bound of it."""

@@ -91,7 +91,10 @@ class CutCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieCost:
-    """A tied parameter on each rank that holds it: it stays gathered, once a step."""
+    """A tied parameter on each rank that holds it: it stays gathered, once a step.
+
+    parameters: with reduce_each_s of all micro-batches together, beside nothing.
+    """
 
     static_bytes: int
     temporary_bytes: int
@@ -283,12 +286,11 @@ class Coster:
         others = frozenset(p.name for p in kind.parameters if p.name != name)
         trainable, frozen = local_parameters(kind, candidate.mesh.tp, others)
         size, shard = self.request.bytes, candidate.mesh.dp_shard
-        # Its layers do not know of it: where gradients are reduced after every micro-batch, that is
-        # charged at the end of the step as well.
         parameters = parameter_cost(trainable, frozen, context.group, self.request,
                                     each_micro_batch=candidate.each_micro_batch)
-        each_s = candidate.num_micro_batches * parameters.reduce_each_s
-        parameters = replace(parameters, reduce_s=parameters.reduce_s + each_s, reduce_each_s=0.0)
+        # It is reduced when backward is over, so that nothing is left to hide behind.
+        parameters = replace(parameters, reduce_each_s=(
+            candidate.num_micro_batches * parameters.reduce_each_s))
         gradient = (trainable * size.reduce_bytes if candidate.unsharded_gradients
                     else trainable * size.gradient_bytes / shard)
         state = trainable * self.request.num_moments * size.state_bytes / shard

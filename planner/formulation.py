@@ -294,7 +294,8 @@ class Program:
                 for g, (_, costs, _) in enumerate(problem.ties):
                     p = costs[cls].parameters
                     tail += self.z[g][i] * self._units(
-                        p.gather_s + p.optimizer_s + p.norm_s + share * p.reduce_s)
+                        p.gather_s + p.reduce_each_s + p.optimizer_s + p.norm_s
+                        + share * p.reduce_s)
                 self.model.at_least(self.tail - tail)
 
     def _longest_tail_s(self) -> float:
@@ -304,8 +305,8 @@ class Program:
                       zip(problem.runs, problem.options, strict=True)
                       for o in options for c in o.costs]
         parameters += [(1, cost.parameters) for _, costs, _ in problem.ties for cost in costs]
-        return 1e-6 + sum(n * (p.gather_s + p.optimizer_s + p.norm_s + p.reduce_s)
-                          for n, p in parameters)
+        return 1e-6 + sum(n * (p.gather_s + p.reduce_each_s + p.optimizer_s + p.norm_s
+                               + p.reduce_s) for n, p in parameters)
 
     def _memory(self, i: int) -> None:
         """(6) Rank i at every moment."""

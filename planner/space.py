@@ -82,7 +82,7 @@ def rows(coster: Coster) -> dict[str, np.ndarray]:
     """Level 1 as columns tp, pp, dp, micro_batch, num_micro_batches.
 
     Raises:
-        InvalidInput: a demanded degree that leaves nothing legal, with what would be.
+        InvalidInput: a demanded degree or schedule leaves nothing legal; with what would be.
     """
     request = coster.request
     devices, layers = coster.topology.num_devices, coster.chain.num_layers
@@ -106,6 +106,10 @@ def rows(coster: Coster) -> dict[str, np.ndarray]:
                 columns += [(tp, pp, dp, b, local // b) for b in batches]
     if not columns:
         raise InvalidInput(_why_none(coster))
+    if request.schedule is not None:
+        columns = [row for row in columns if any(schedules(coster, Row(*row)))]
+        if not columns:
+            raise InvalidInput(_why_no_schedule(coster, request.schedule))
     table = np.array(columns, dtype=np.int64)
     return dict(zip(("tp", "pp", "dp", "micro_batch", "num_micro_batches"), table.T, strict=True))
 
@@ -149,6 +153,20 @@ def _why_none(coster: Coster) -> list[str]:
                      f"data-parallel degree must divide the batch, tp be legal, pp <= "
                      f"{coster.chain.num_layers}; without --use-all-devices fewer are used")
     return lines or [f"no legal layout has {asked} on {devices} devices"]
+
+
+def _why_no_schedule(coster: Coster, name: str) -> str:
+    block_run = coster.chain.block_run
+    if name != "interleaved":
+        return (f"schedule {name!r} is legal for none of the degrees: {coster.capabilities.target} "
+                "runs it where there are as many micro-batches as stages")
+    if block_run is None:
+        return (f"schedule 'interleaved' needs one run of equal blocks, to spread them evenly; "
+                f"{coster.graph.name} has none")
+    blocks = coster.chain.runs[block_run].count
+    return (f"schedule 'interleaved' is legal for none of the degrees: it needs pp of 2 or more, a "
+            f"multiple of pp micro-batches, and pp x chunks (2 or more) that divides the {blocks} "
+            f"blocks of {coster.graph.name}")
 
 
 def host_group_orders(coster: Coster) -> list[tuple[int, ...]]:

@@ -39,8 +39,8 @@ TOLERANCE = 1e-6
 the rounding of the program's integers."""
 
 DETERMINISTIC_LIMIT = 20.0
-"""CP-SAT's deterministic seconds for one candidate, after which its bound goes back into the
-heap."""
+"""CP-SAT's deterministic seconds for one candidate, after which its bound goes back into the heap;
+twice as many the next time, so that every candidate is solved in the end."""
 
 RUNNERS_UP = 8
 RUNNERS_UP_TRIED = 60
@@ -103,13 +103,14 @@ class _Placed:
 class _Open:
     """A candidate in the heap: bound of its slowest rank, and once filled the stages to try.
 
-    relaxed: the bound is that of the linear relaxation as well.
+    relaxed: the bound is that of the linear relaxation as well. limit: deterministic seconds.
     """
 
     problem: StageProblem
     slowest_s: float
     cuts: list[list[int]] | None = None
     relaxed: bool = False
+    limit: float = DETERMINISTIC_LIMIT
 
 
 class _Search:
@@ -274,14 +275,14 @@ class _Search:
         self.outcome.num_solved += 1
         remaining = None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
         solution = solve(problem, least_slowest_s=node.slowest_s,
-                         deterministic_time=DETERMINISTIC_LIMIT, time_limit_s=remaining,
+                         deterministic_time=node.limit, time_limit_s=remaining,
                          most_s=self.best_s * (1 - TOLERANCE / 2))
         if solution.segments is not None:
             self.keep(candidate, solution.segments,
                       self.lifted(candidate, solution.segments, solution.objective_s))
         if solution.status in ("feasible", "unknown"):
             self.push(max(bound, solution.bound_s * (1 - TOLERANCE / 4)), 4,
-                      _Open(problem, node.slowest_s, [], relaxed=True))
+                      _Open(problem, node.slowest_s, [], relaxed=True, limit=2 * node.limit))
 
     def lifted(self, candidate: Candidate, segments: Segments, step_s: float) -> Evaluation:
         """The price of a program's answer, which must agree with the program."""

@@ -40,6 +40,10 @@ __all__ = ["BlockForm", "Blocks", "block_form", "variants"]
 Segments = list[list[tuple[int, int, Choice]]]
 Moment = tuple[int, ...]
 
+MOST_VARIANTS = 64
+"""They double with every run of layers that can be divided; models of many unlike layers go to the
+general program."""
+
 RESOLUTION = 2.0**-24
 """Time unit of the program as a share of the slowest rank's least time."""
 
@@ -54,12 +58,15 @@ class BlockForm:
 
 
 def variants(problem: StageProblem) -> list[StageProblem]:
-    """The problem once for each way to choose between options of unlike tails, run by run.
+    """The problem once for each way to choose between options of unlike tails, run by run; as it is
+    where that would be too many.
 
     Options differ in what follows the last backward only by holding a layer whole or divided.
     """
     classes = [list(dict.fromkeys(_tail_of(option) for option in options))
                for options in problem.options]
+    if math.prod(map(len, classes)) > MOST_VARIANTS:
+        return [problem]
     return [replace(problem, options=tuple(
         tuple(o for o in options if _tail_of(o) == tail)
         for options, tail in zip(problem.options, tails, strict=True)))

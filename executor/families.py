@@ -20,29 +20,32 @@ class Family:
     fused: parameters that hold several matrices side by side in their divided dim, and how many: each of
         them is divided, not the whole.
     divided_attributes: integers of the module that count divided features.
-    is_region: the module's input is gathered and its output reduced as one (a mixture of experts:
-        every expert sees all tokens).
+    gathers_input: the module's first argument is a shard of the sequence, and is gathered.
+    reduces_output: its result is a term of a sum over ranks, reduced and scattered (a mixture of
+        experts: every expert sees all tokens).
     """
 
     fused: dict[str, int] = field(default_factory=dict)
     divided_attributes: tuple[str, ...] = ()
-    is_region: bool = False
+    gathers_input: bool = True
+    reduces_output: bool = False
 
 
 _PLAIN = Family()
+_INSIDE = Family(gathers_input=False)
 
 FAMILIES: dict[str, Family] = {
     "LlamaAttention": _PLAIN, "LlamaMLP": _PLAIN,
     "MistralAttention": _PLAIN, "MistralMLP": _PLAIN,
     "Qwen2Attention": _PLAIN, "Qwen2MLP": _PLAIN,
     "MixtralAttention": _PLAIN,
-    "MixtralSparseMoeBlock": Family(is_region=True),
-    "MixtralExperts": Family(fused={"gate_up_proj": 2}),
+    "MixtralSparseMoeBlock": Family(reduces_output=True),
+    "MixtralExperts": Family(fused={"gate_up_proj": 2}, gathers_input=False),
     "GPT2Attention": Family(fused={"c_attn.weight": 3, "c_attn.bias": 3},
                             divided_attributes=("split_size",)),
     "GPT2MLP": _PLAIN,
-    "BertSelfAttention": _PLAIN, "BertSelfOutput": _PLAIN,
-    "BertIntermediate": _PLAIN, "BertOutput": _PLAIN,
+    "BertSelfAttention": _PLAIN, "BertSelfOutput": _INSIDE,
+    "BertIntermediate": _PLAIN, "BertOutput": _INSIDE,
 }
 """By class name of the module that calls the divided matmuls."""
 

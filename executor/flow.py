@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from executor.layers import LayerCalls
 from executor.placeholder import Placeholder, Source, placeholders_in
 from profiler.errors import InvalidInput
+from profiler.trace_fake import is_experts
 
 __all__ = ["Flow", "Output", "TensorSpec", "find_flow"]
 
@@ -127,10 +128,14 @@ def _shapes(module: nn.Module, forward: Any, args: Any, kwargs: Any,
             dtype = compute_dtype
         return torch.empty(leaf.shape, dtype=dtype, device="cpu")
 
+    # routing looks at values; whatever it finds, experts return a tensor like their input
+    experts = [(inner, vars(inner).get("forward")) for inner in module.modules() if is_experts(inner)]
     stores = [(inner._parameters, dict(inner._parameters)) for inner in module.modules()]
     buffers = [(inner._buffers, dict(inner._buffers)) for inner in module.modules()]
     with mode, torch.no_grad():
         try:
+            for inner, _ in experts:
+                vars(inner)["forward"] = lambda hidden, *_: torch.empty_like(hidden)
             for store, values in stores:
                 for key, value in values.items():
                     if value is not None:
@@ -143,6 +148,11 @@ def _shapes(module: nn.Module, forward: Any, args: Any, kwargs: Any,
         finally:
             for store, values in (*stores, *buffers):
                 store.update(values)
+            for inner, before in experts:
+                if before is None:
+                    del vars(inner)["forward"]
+                else:
+                    vars(inner)["forward"] = before
     leaves, spec = pytree.tree_flatten(out)
     made = tuple(TensorSpec(tuple(leaf.shape), leaf.dtype,
                             differentiable and leaf.dtype.is_floating_point)

@@ -64,7 +64,9 @@ def parallelize(model: nn.Module, layout: Layout, *, loss: Loss,
               shared=shared, random=random, tensor_parallel=tensor_parallel, skeleton=skeleton,
               max_norm=max_norm)
     if optimizer is not None:
-        run.optimizer = optimizer([p for _, _, p in run.named_parameters() if p.requires_grad])
+        trainable = [p for _, _, p in run.named_parameters() if p.requires_grad]
+        # a rank whose layers are all frozen still keeps time with the others' schedules
+        run.optimizer = optimizer(trainable or [nn.Parameter(torch.zeros(0, device=mesh.device))])
         run.scheduler = scheduler(run.optimizer) if scheduler is not None else None
     random.seed(seed)
     return run

@@ -53,7 +53,14 @@ def copy_with(model: nn.Module, parameters: Callable[[nn.Parameter], nn.Paramete
               ) -> nn.Module:
     """A copy of the module tree whose parameters are `parameters(original)`, or absent."""
     memo: dict[int, Any] = {id(p): parameters(p) for p in model.parameters()}
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    for original, module in zip(model.modules(), copied.modules(), strict=True):
+        for name, parameter in original._parameters.items():
+            if parameter is not None and module._parameters[name] is None:
+                # glue may ask an absent parameter for its dtype or shape: one element shows them
+                shown = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                vars(module)[name] = shown
+    return copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +136,7 @@ class StageModule(nn.Module):  # type: ignore[misc]
         if self._tp is None:
             out = recomputed(self.choices[index].recompute, forward)(*args, **kwargs)
         else:
-            inner = recomputed(self.choices[index].recompute, self._tp.fresh(forward))
+            inner = recomputed(self.choices[index].recompute, forward)
             out = self._tp.run(index, inner, args, kwargs)
         if self.cut is not None:
             tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(out)

@@ -4,9 +4,9 @@ Parameters are DTensors over the axis (so sharded data parallelism, checkpoints 
 between layers an activation x_BSH is a DTensor sharded by sequence, so the model's own glue code sees the
 whole sequence's shape. Inside a layer everything is local, by the layer's role:
 
-    divided    runs on its shard of the sequence. A column matmul gathers its input first (once for all
-               matmuls of one input), a row matmul's output is reduced and scattered; what is not divided
-               (norms, biases of row matmuls) works on the shard, and its gradient is a sum over ranks.
+    divided    runs on its shard of the sequence. Modules with column matmuls gather their input first,
+               a row matmul's output is reduced and scattered; what is not divided (norms, biases of
+               row matmuls) works on the shard, and its gradient is a sum over ranks.
     sequence   a norm: works on the shard, its gradient is a sum over ranks.
     whole      gathered, computed alike by every rank, sharded again; its gradients are alike.
 
@@ -65,7 +65,6 @@ class TensorParallel:
     fused: dict[nn.Parameter, tuple[int, int]] = field(default_factory=dict)
     _roles: dict[int, Role] = field(default_factory=dict)
     _made: dict[int, nn.Parameter] = field(default_factory=dict)
-    _gathered: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     _seq_len: int = 0
     _num_logits: int = 0
 
@@ -98,15 +97,19 @@ class TensorParallel:
             role = "sequence"
         self._roles[index] = role
         if role == "divided":
-            self._check_families(name, module, set(splits))
+            self._check_families(name, module, {p.name for p in splits.values()
+                                                if p.split != "vocabulary"})
         parents = dict(module.named_modules())
+        # a parameter with two names inside the layer is in the graph by the first
+        own = dict(module.named_parameters(remove_duplicate=False))
+        by_id = {id(own[p]): split for p, split in splits.items() if p in own}
         for path, inner in list(module.named_modules()):
             split_of: dict[str, str] = {}
             for key, parameter in list(inner._parameters.items()):
                 if parameter is None:
                     continue
                 full = f"{path}.{key}" if path else key
-                split = splits.get(full) if role == "divided" else None
+                split = by_id.get(id(parameter)) if role == "divided" else None
                 if split is not None:
                     split_of[key] = split.split
                 factor = _fused_factor(parents, full) if split is not None else 1
@@ -120,11 +123,8 @@ class TensorParallel:
         parents = dict(module.named_modules())
         unknown = set()
         for full in divided:
-            owner, _, key = full.rpartition(".")
+            owner = full.rpartition(".")[0]
             inner = parents.get(owner)
-            if isinstance(inner, (nn.Embedding, nn.Linear)) and not key.startswith("/") and (
-                    _is_vocabulary(module, full)):
-                continue
             caller = inner if type(inner).__name__ in FAMILIES else parents.get(
                 owner.rpartition(".")[0])
             if type(caller).__name__ not in FAMILIES:
@@ -164,8 +164,10 @@ class TensorParallel:
         if family is not None:
             for attribute in family.divided_attributes:
                 setattr(module, attribute, getattr(module, attribute) // self.degree)
-            if family.is_region:
-                self._wrap(module, self._region)
+            if family.gathers_input:
+                self._wrap(module, self._gather_input)
+            if family.reduces_output:
+                self._wrap(module, self._reduce_output)
             return
         split = split_of.get("weight")
         if split is None:
@@ -177,6 +179,8 @@ class TensorParallel:
         elif split == "row":
             self._wrap(module, self._row)
         else:
+            if hasattr(module, "nf"):  # transformers' Conv1D reads its width off this
+                module.nf //= self.degree
             if split == "vocabulary":
                 self._num_logits = module.out_features
             self._wrap(module, self._column)
@@ -209,13 +213,12 @@ class TensorParallel:
     # ---- what changed modules do, on local tensors ----
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == self._seq_len:
+            return x
         if x.shape[1] * self.degree != self._seq_len:
             raise InternalError(f"a shard of {self._seq_len} tokens over {self.degree} was expected, "
                                 f"got {tuple(x.shape)}")
-        known = self._gathered.get(id(x))
-        if known is None:
-            known = self._gathered[id(x)] = (x, gather_sequence(x, self.group))
-        return known[1]
+        return gather_sequence(x, self.group)
 
     def _column(self, module: Any, forward: Any, x: torch.Tensor) -> torch.Tensor:
         return forward(self._gather(x))
@@ -229,8 +232,14 @@ class TensorParallel:
         out = reduce_scatter_sequence(partial, self.group)
         return out if bias is None else out + bias
 
-    def _region(self, module: Any, forward: Any, x: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter_sequence(forward(self._gather(x)), self.group)
+    def _gather_input(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gather the module's first tensor: its code reads the sequence's length off it."""
+        if args:
+            return forward(self._gather(args[0]), *args[1:], **kwargs)
+        return forward(**{**kwargs, "hidden_states": self._gather(kwargs["hidden_states"])})
+
+    def _reduce_output(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return reduce_scatter_sequence(forward(*args, **kwargs), self.group)
 
     def _sharded_lookup(self, module: Any, forward: Any, ids: torch.Tensor) -> torch.Tensor:
         width = self._seq_len // self.degree
@@ -263,16 +272,6 @@ class TensorParallel:
                 out = inner(*args, **kwargs)
             return pytree.tree_map_only(torch.Tensor, lambda t: self._leave(t, index), out)
 
-    def fresh(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward` with an empty memory of what has been gathered (also when recomputed)."""
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before, self._gathered = self._gathered, {}
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._gathered = before
-        return call
-
     def _enter(self, tensor: DTensor, role: Role) -> torch.Tensor:
         if role == "whole":
             return tensor.redistribute(placements=[Replicate()]).to_local()
@@ -303,12 +302,6 @@ class TensorParallel:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(logits, self.mesh, [Shard(logits.dim() - 1)], run_check=False,
                                   shape=shape, stride=stride)
-
-
-def _is_vocabulary(module: nn.Module, full: str) -> bool:
-    inner = dict(module.named_modules())[full.rpartition(".")[0]]
-    return isinstance(inner, nn.Embedding) or (isinstance(inner, nn.Linear) and not any(
-        type(parent).__name__ in FAMILIES for parent in module.modules()))
 
 
 def _fused_factor(parents: dict[str, nn.Module], full: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from executor.float64 import Float64
+from executor.float64 import float64
 from executor.parallelize import parallelize
 from tests.executor import tiny
 from tests.executor.cases import Case
@@ -24,7 +24,7 @@ STEPS = 5
 def reference(case: Case, batch: int, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
     made = tiny.build(case.model, batch, dtype)
     inputs = made.inputs if isinstance(made.inputs, dict) else {"x": made.inputs}
-    with Float64():
+    with float64():
         outputs = made.model(**inputs)
         loss = made.loss.total(getattr(outputs, "logits", outputs), made.targets)
         loss = loss / made.loss.count(made.targets)
@@ -67,7 +67,7 @@ def run_case(case: Case, graph: LayerGraph) -> dict[str, float]:
     loss, gradients = cached(reference, case, batch, torch.float64)
     made = tiny.build(case.model, batch, torch.float64)
     run = parallelize(made.model, layout, loss=made.loss, graph=graph, device_type="cpu")
-    with Float64():
+    with float64():
         got = run.forward_backward(made.inputs, made.targets)
     scale = max(float(g.abs().max()) for g in gradients.values())
     worst, where = 0.0, ""
@@ -78,7 +78,7 @@ def run_case(case: Case, graph: LayerGraph) -> dict[str, float]:
         if not error <= worst:
             worst, where = error, name
     missing = [n for n, _, p in run.named_parameters() if p.requires_grad and n not in seen]
-    result = {"gradient": worst, "where": where, "loss": abs(got - loss) / abs(loss),
+    result = {"gradient": worst, "where": where, "compared": len(seen), "loss": abs(got - loss) / abs(loss),
               "missing": len([n for n in missing if n in gradients])}
     made = tiny.build(case.model, batch, torch.float32)
     run = parallelize(made.model, layout, loss=made.loss, graph=graph, device_type="cpu",

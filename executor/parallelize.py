@@ -16,7 +16,7 @@ from executor.mesh import ParallelMesh, build_mesh
 from executor.pipeline import SharedParameter, local_stages
 from executor.random_state import RandomStreams
 from executor.run import Run
-from executor.stage import StageModule, copy_with
+from executor.stage import StageModule, copy_with, drop_parameters
 from executor.tensor_parallel import TensorParallel
 from planner.layout import Layout
 from profiler.errors import InvalidInput, UnsupportedLayout
@@ -156,7 +156,10 @@ def _stage(model: nn.Module, layout: Layout, graph: LayerGraph, mesh: ParallelMe
     if layout.mesh.pp > 1:
         modules = layer_modules(model, names)
         own = {id(p) for index in choices for p in modules[index].parameters()}
+        original = model
         model = copy_with(model, lambda p: _copy(p, id(p) in shared) if id(p) in own else None)
+        modules = layer_modules(model, names)
+        drop_parameters(model, original, [modules[index] for index in choices])
     model.to(mesh.device)
     if tensor_parallel is not None:
         modules = layer_modules(model, names)

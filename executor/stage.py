@@ -26,7 +26,7 @@ from executor.tensor_parallel import TensorParallel
 from planner.layout import Choice
 from profiler.errors import InternalError
 
-__all__ = ["Cut", "StageModule", "copy_with", "pack_inputs", "unpack_inputs"]
+__all__ = ["Cut", "StageModule", "copy_with", "drop_parameters", "pack_inputs", "unpack_inputs"]
 
 TARGETS = "meshwright_targets"
 """Keyword under which the last stage gets targets."""
@@ -53,14 +53,23 @@ def copy_with(model: nn.Module, parameters: Callable[[nn.Parameter], nn.Paramete
               ) -> nn.Module:
     """A copy of the module tree whose parameters are `parameters(original)`, or absent."""
     memo: dict[int, Any] = {id(p): parameters(p) for p in model.parameters()}
-    copied = copy.deepcopy(model, memo)
-    for original, module in zip(model.modules(), copied.modules(), strict=True):
-        for name, parameter in original._parameters.items():
-            if parameter is not None and module._parameters[name] is None:
+    return copy.deepcopy(model, memo)
+
+
+def drop_parameters(model: nn.Module, original: nn.Module, kept: Sequence[nn.Module]) -> None:
+    """Leave only the parameters of `kept` (modules of `model`, a copy of `original`) in `model`.
+
+    A shared parameter is dropped from the places outside `kept`: two places would be torn apart by FSDP2.
+    """
+    inside = {id(inner) for module in kept for inner in module.modules()}
+    for module, before in zip(model.modules(), original.modules(), strict=True):
+        if id(module) in inside:
+            continue
+        for name, parameter in before._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = None
                 # glue may ask an absent parameter for its dtype or shape: one element shows them
-                shown = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-                vars(module)[name] = shown
-    return copied
+                vars(module)[name] = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +133,8 @@ class StageModule(nn.Module):  # type: ignore[misc]
             tensor = self._produced.get(source, self._received.get(source))
             if tensor is None:
                 raise InternalError(f"layer {source[0]} was not run, though its output is to be sent")
-            tensors.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            tensors.append(local.contiguous())  # what is sent must be
         return tuple(tensors)
 
     def _handle(self, index: int, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:

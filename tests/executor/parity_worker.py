@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -92,7 +95,7 @@ def run_case(case: Case, graph: LayerGraph) -> dict[str, float]:
 def main() -> None:
     module, attribute, folder, out = sys.argv[1:5]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     cases = getattr(importlib.import_module(module), attribute)
     chosen = sys.argv[5].split(",") if len(sys.argv) > 5 else None
     results = {}
@@ -100,12 +103,13 @@ def main() -> None:
         if chosen and case.name not in chosen:
             continue
         begin = time.monotonic()
+        faulthandler.dump_traceback_later(45)  # where a case hangs, if it does
         try:
             mine = run_case(case, tiny.graph(case.model, Path(folder)))
         except Exception:
             print(f"case {case.name} failed on rank {dist.get_rank()}:\n{traceback.format_exc()}",
                   flush=True)
-            raise SystemExit(1) from None
+            os._exit(1)  # at once: an orderly end would wait for the other ranks
         every: list = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         worst = max(every, key=lambda r: r["gradient"])

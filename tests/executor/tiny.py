@@ -20,12 +20,12 @@ from profiler.trace import trace
 # tries: a vocabulary much larger than the longest sequence. It is odd, so that its shards are uneven.
 VOCABULARY, LENGTH = 1021, 16
 _TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-_LLAMA = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+_LLAMA = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
               intermediate_size=48, max_position_embeddings=64, attention_dropout=0.0, **_TEXT)
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", dict(
-        model_type="gpt2", n_layer=4, n_embd=32, n_head=4, n_positions=64, attn_pdrop=0.0,
+        model_type="gpt2", n_layer=3, n_embd=32, n_head=4, n_positions=64, attn_pdrop=0.0,
         resid_pdrop=0.0, embd_pdrop=0.0, **_TEXT)),
     "llama": ("LlamaForCausalLM", dict(model_type="llama", **_LLAMA)),
     "qwen2": ("Qwen2ForCausalLM", dict(model_type="qwen2", **_LLAMA)),

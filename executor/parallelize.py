@@ -62,13 +62,13 @@ def parallelize(model: nn.Module, layout: Layout, *, loss: Loss,
               for number in local_stages(layout, mesh.coordinate("pp"))}
     run = Run(layout=layout, graph=graph, mesh=mesh, loss=loss, stages=stages, names=names,
               shared=shared, random=random, tensor_parallel=tensor_parallel, skeleton=skeleton,
-              max_norm=max_norm)
+              max_norm=max_norm, seed=seed)
     if optimizer is not None:
         trainable = [p for _, _, p in run.named_parameters() if p.requires_grad]
         # a rank whose layers are all frozen still keeps time with the others' schedules
         run.optimizer = optimizer(trainable or [nn.Parameter(torch.zeros(0, device=mesh.device))])
         run.scheduler = scheduler(run.optimizer) if scheduler is not None else None
-    random.seed(seed)
+    random.seed(seed, 0)
     return run
 
 

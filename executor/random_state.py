@@ -25,12 +25,12 @@ class RandomStreams:
     mesh: ParallelMesh
     _common: list[torch.Tensor] = field(default_factory=list)
 
-    def seed(self, seed: int) -> None:
-        """Start both streams; the same seed on every rank."""
+    def seed(self, seed: int, step: int) -> None:
+        """Start both streams for a step; seed and step are alike on every rank."""
         place = [self.mesh.coordinate(axis) for axis in AXIS_NAMES]
-        torch.manual_seed(_mixed(seed, [*place[:-1], -1]))
+        torch.manual_seed(_mixed(seed, [step, *place[:-1], -1]))
         self._common = _states(self.mesh.device)
-        torch.manual_seed(_mixed(seed, place))
+        torch.manual_seed(_mixed(seed, [step, *place]))
 
     @contextmanager
     def common(self) -> Iterator[None]:
@@ -45,12 +45,6 @@ class RandomStreams:
         finally:
             self._common = _states(self.mesh.device)
             _restore(own, self.mesh.device)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps."""
-        return {f"{name}.{i}": state for name, states in
-                (("own", _states(self.mesh.device)), ("common", self._common))
-                for i, state in enumerate(states)}
 
 
 def _mixed(seed: int, place: list[int]) -> int:

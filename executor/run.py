@@ -54,6 +54,7 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
     max_norm: float | None = None
+    seed: int = 0
     num_steps: int = 0
     grad_norm: float = float("nan")
     _schedule: Any = None
@@ -101,6 +102,7 @@ class Run:
         """
         if self.optimizer is None:
             raise InvalidInput("step updates parameters: give parallelize an optimizer")
+        self.random.seed(self.seed, self.num_steps)  # so that a resumed run draws what it would have
         loss = self.forward_backward(inputs, targets)
         self.update()
         return loss

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from executor.collectives import gather_sequence, reduce_scatter_sequence
 from executor.families import FAMILIES, NORMS
@@ -64,7 +65,7 @@ class TensorParallel:
     random: RandomStreams
     fused: dict[nn.Parameter, tuple[int, int]] = field(default_factory=dict)
     _roles: dict[int, Role] = field(default_factory=dict)
-    _made: dict[int, nn.Parameter] = field(default_factory=dict)
+    _made: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     _seq_len: int = 0
     _num_logits: int = 0
 
@@ -137,16 +138,12 @@ class TensorParallel:
     def _distributed(self, name: str, parameter: nn.Parameter, dim: int | None,
                      factor: int) -> nn.Parameter:
         placement = Replicate() if dim is None else Shard(dim)
-        done = self._made.get(id(parameter))
+        done = self._made.get(parameter)
         if done is not None:
             if done.placements != (placement,):
                 raise UnsupportedLayout(f"{name} is shared by layers that would divide it "
                                         f"differently: {done.placements} and {(placement,)}")
             return done
-        if isinstance(parameter.data, DTensor):
-            if parameter.placements == (placement,):
-                return parameter
-            raise UnsupportedLayout(f"{name} is shared by layers that would divide it differently")
         data = parameter.data
         if factor > 1 and dim is not None:
             data = interleaved(data, dim, factor, self.degree)
@@ -155,8 +152,7 @@ class TensorParallel:
         made = nn.Parameter(local, requires_grad=parameter.requires_grad)
         if factor > 1 and dim is not None:
             self.fused[made] = (dim, factor)
-        self._made[id(parameter)] = made
-        self._made[id(made)] = made
+        self._made[parameter] = self._made[made] = made
         return made
 
     def _change(self, module: nn.Module, split_of: dict[str, str]) -> None:

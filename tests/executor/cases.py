@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,10 @@ from tests.executor.tiny import LENGTH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """cuts: first layers of the stages after the first. choices: by layer, repeated as needed."""
+    """cuts: first layers of the stages after the first. choices: by layer, repeated as needed.
+
+    whole: layers that are not divided. change: breaks the run, for tests of what is found.
+    """
 
     name: str
     model: str
@@ -28,6 +31,7 @@ class Case:
     choices: tuple[Choice, ...] = (Choice(),)
     whole: tuple[int, ...] = ()
     max_norm: float | None = 0.1
+    change: Callable[[Any], None] = lambda run: None
 
     def layout(self, graph: LayerGraph, precision: str = "fp32") -> Layout:
         mesh = Mesh(**self.mesh)

@@ -38,7 +38,7 @@ def commands() -> None:
 @click.option("--max-norm", type=click.FloatRange(min=0, min_open=True), default=1.0,
               show_default=True, help="Gradients are clipped to this global norm.")
 @click.option("--seed", type=int, default=0, help="Of weights and dropout.")
-@click.option("--log", metavar="FILE", help="Append the metrics of each step as JSON lines.")
+@click.option("--metrics", metavar="FILE", help="Append the metrics of each step as JSON lines.")
 @click.option("--tensorboard", metavar="FOLDER", help="Write the metrics for TensorBoard too.")
 @click.option("--save", metavar="FOLDER", help="Save checkpoints here (at the end at least).")
 @click.option("--save-every", type=click.IntRange(min=0), default=0, help="Steps between them.")

@@ -47,7 +47,7 @@ class Options:
     warmup: int = 0
     max_norm: float = 1.0
     seed: int = 0
-    log: str | None = None
+    metrics: str | None = None
     tensorboard: str | None = None
     save: str | None = None
     save_every: int = 0
@@ -147,8 +147,8 @@ def _loop(run: Run, graph: LayerGraph, source: Source, options: Options) -> list
     batch, is_first = request.global_batch, run.mesh.rank == 0
     flops = 3 * graph.forward_flops(1, request.seq_len) * batch
     with contextlib.ExitStack() as stack:
-        log = (stack.enter_context(Path(options.log).open("a", encoding="utf-8"))
-               if options.log and is_first else None)
+        log = (stack.enter_context(Path(options.metrics).open("a", encoding="utf-8"))
+               if options.metrics and is_first else None)
         board = _board(options.tensorboard) if is_first else None
         while run.num_steps < options.steps:
             mine = batch // run.layout.mesh.dp

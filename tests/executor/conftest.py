@@ -11,8 +11,13 @@ from tests.executor import tiny
 
 @pytest.fixture(scope="session")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the LayerGraph of every tiny model."""
-    folder = tmp_path_factory.mktemp("graphs")
+    """A folder for the LayerGraphs of tiny models; see `tiny.graph`."""
+    return tmp_path_factory.mktemp("graphs")
+
+
+@pytest.fixture(scope="session")
+def all_graphs(graphs: Path) -> Path:
+    """The same with every model traced: processes that start together must not all trace."""
     for name in tiny.FAMILIES:
-        tiny.graph(name, folder)
-    return folder
+        tiny.graph(name, graphs)
+    return graphs

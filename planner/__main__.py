@@ -1,6 +1,34 @@
-"""`python -m planner`: the same as the command `plan`."""
+"""The entry point of the command `plan` and of `python -m planner`."""
 
-from planner.cli import main
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+__all__ = ["main"]
+
+
+def main() -> NoReturn:
+    """Run the command line of this process and exit with its status."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `plan ... | head` ends as other tools do
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?"
+    try:
+        from planner.cli import run  # here, so that an interrupt of these imports is caught too
+
+        status = run()
+    except KeyboardInterrupt:
+        print("interrupted: there is no layout yet", file=sys.stderr)
+        status = 130
+    sys.exit(status)
+
 
 if __name__ == "__main__":
     main()

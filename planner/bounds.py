@@ -1,7 +1,7 @@
 """Lower bounds of the step time, valid for every layout of a row or of a candidate.
 
-Symbols as in `planner/pricing.py`; w_r = least seconds of a layer of run r for one micro-batch over all of
-its choices, n_r = its layers, S = sum n_r w_r.
+Symbols as in `planner/pricing.py`; w_r = least seconds of a layer of run r for one micro-batch over
+all of its choices, n_r = its layers, S = sum n_r w_r.
 
     slowest >= max(S / p, max_r ceil(n_r / p) w_r)           one rank has at least its share
     slowest >= the best cut of the chain into p pieces       where a rank has one piece (v = 1)
@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from planner.cost.layer import tensor_parallel_seconds
 from planner.cost.memory import layer_memory, local_parameters
-from planner.costing import Candidate, Coster
-from planner.greedy import least_bottleneck
-from planner.layout import Mesh, Schedule
-from planner.problem import StageProblem, choices_for
+from planner.costing import Candidate, Coster, RankContext
+from planner.greedy import balanced_cut
+from planner.layout import Choice, Mesh, Schedule
+from planner.problem import StageProblem, choices_for, least_receive
+from planner.space import Row
 from planner.topology_groups import Span
 
-__all__ = ["CandidateBounds", "ideal_span", "row_bounds"]
+__all__ = ["SLACK", "CandidateBounds", "MeshBounds", "ideal_span", "row_bounds"]
 
 Floats = NDArray[np.float64]
 SLACK = 1.0 - 1e-9
@@ -61,8 +62,8 @@ class _Least:
     frozen: Floats
 
 
-def _least(coster: Coster, tp: int, micro_batch: int) -> _Least:
-    span = ideal_span(coster, tp)
+def _least(coster: Coster, tp: int, micro_batch: int, span: Span) -> _Least:
+    """Over all choices, and over the device kinds, with tensor-parallel collectives on `span`."""
     candidate = Candidate(mesh=Mesh(tp=tp), micro_batch=micro_batch, num_micro_batches=1,
                           schedule=Schedule())
     result = []
@@ -72,7 +73,7 @@ def _least(coster: Coster, tp: int, micro_batch: int) -> _Least:
         rows = []
         for choice in choices_for(coster, run, candidate):
             shard = coster.shard(micro_batch, tp, choice)
-            collectives = sum(tensor_parallel_seconds(kind, choice, shard, span))
+            collectives = sum(tensor_parallel_seconds(kind, choice, shard, span, run.input))
             compute = inf
             for group in range(len(coster.topology.hosts)):
                 times = coster.compute(run.kind, shard, (group,))
@@ -80,7 +81,7 @@ def _least(coster: Coster, tp: int, micro_batch: int) -> _Least:
                          "full": times.recompute_full_s}[choice.recompute]
                 compute = min(compute, times.forward_s + times.backward_s + again)
             memory = layer_memory(kind, choice, shard, request=coster.request, dp_shard=1,
-                                  unsharded_gradients=False, without=tied)
+                                  unsharded_gradients=False, inputs=run.input, without=tied)
             rows.append((compute + collectives, memory.activation_bytes,
                          *local_parameters(kind, shard.tp, tied)))
         result.append(np.min(np.array(rows, dtype=float), axis=0))
@@ -96,7 +97,7 @@ def row_bounds(coster: Coster, table: dict[str, NDArray[np.int64]]) -> Floats:
     groups = np.split(order, np.cumsum(np.bincount(inverse.ravel()))[:-1])
     counts = np.array([run.count for run in coster.chain.runs], dtype=float)
     for (tp, micro_batch), index in zip(unique.T, groups, strict=True):
-        least = _least(coster, int(tp), int(micro_batch))
+        least = _least(coster, int(tp), int(micro_batch), ideal_span(coster, int(tp)))
         bounds[index] = _bound(coster, least, counts, int(tp),
                                *(table[name][index].astype(float)
                                  for name in ("pp", "dp", "num_micro_batches")))
@@ -111,7 +112,8 @@ def _bound(coster: Coster, least: _Least, counts: Floats, tp: int, pp: Floats, d
     total = float(counts @ least.seconds)
     shares = np.ceil(counts[:, None] / pp) * least.seconds[:, None]
     slowest = np.maximum(total / pp, shares.max(axis=0))
-    chunks = np.maximum(1, coster.chain.num_layers // pp)
+    most, inverse = np.unique(pp, return_inverse=True)
+    chunks = np.array([max([1, *coster.chain.chunks(int(p))]) for p in most])[inverse]
     if coster.capabilities.interleaved_micro_batches == "multiple_of_pp":
         chunks = np.where(m % pp == 0, chunks, 1)
     chunks = np.where(pp > 1, chunks, 1)
@@ -149,12 +151,55 @@ class _Table:
     slowdown: float
 
 
+class MeshBounds:
+    """Bounds of a row on one mesh: tensor-parallel collectives and reductions where they lie."""
+
+    def __init__(self, coster: Coster) -> None:
+        self.coster = coster
+        self.counts = np.array([run.count for run in coster.chain.runs], dtype=float)
+        self._seconds: dict[object, Floats] = {}
+        self._tails: dict[object, float] = {}
+
+    def bound(self, row: Row, mesh: Mesh) -> float:
+        """Bound of every candidate of a row on a mesh."""
+        contexts, _ = self.coster.contexts(mesh)
+        seconds = self._layer_seconds(row, contexts)
+        p, m = row.pp, row.num_micro_batches
+        total = float(self.counts @ seconds)
+        slowest = max(total / p, float((np.ceil(self.counts / p) * seconds).max()))
+        chunks = max([1, *self.coster.chain.chunks(p)]) if p > 1 else 1
+        tail = min(self._tail(context, row.tp, self.coster.overlaps(mesh))
+                   for context in contexts) / p
+        return ((m - 1 / chunks) * slowest + total / chunks + tail) * SLACK
+
+    def _layer_seconds(self, row: Row, contexts: tuple[RankContext, ...]) -> Floats:
+        key = (row.tp, row.micro_batch, tuple(dict.fromkeys(c.group.tp for c in contexts)))
+        if key not in self._seconds:
+            self._seconds[key] = np.min([
+                _least(self.coster, row.tp, row.micro_batch, span).seconds for span in key[2]],
+                axis=0)
+        return self._seconds[key]
+
+    def _tail(self, context: RankContext, tp: int, overlaps: bool) -> float:
+        """Once-a-step seconds of all layers together; a reduction that may hide is left out."""
+        key = (context, tp, overlaps)
+        if key not in self._tails:
+            total = 0.0
+            for run, count in zip(self.coster.chain.runs, self.counts, strict=True):
+                costs = [self.coster.parameters(run, choice, tp, context, each_micro_batch=False)
+                         for choice in (Choice(), Choice(tensor_parallel=False))]
+                total += float(count) * min(
+                    c.optimizer_s + c.norm_s + (0.0 if overlaps else c.reduce_s) for c in costs)
+            self._tails[key] = total
+        return self._tails[key]
+
+
 class CandidateBounds:
     """Bounds of candidates from their exact costs, memory left out."""
 
     def __init__(self) -> None:
         self._tables: dict[int, _Table] = {}
-        self._bottlenecks: dict[tuple[int, int], float] = {}
+        self._bottlenecks: dict[tuple[tuple[float, ...], int], float] = {}
 
     def _table(self, problem: StageProblem) -> _Table:
         key = id(problem.options)  # kept alive by the coster's cache
@@ -164,8 +209,7 @@ class CandidateBounds:
                 costs = [cost for option in options for cost in option.costs]
                 columns.append((
                     min(c.forward_s + c.backward_s for c in costs),
-                    min(c.once_gather_s + c.parameters.optimizer_s + c.parameters.norm_s
-                        for c in costs),
+                    min(c.parameters.optimizer_s + c.parameters.norm_s for c in costs),
                     min(c.parameters.reduce_s for c in costs),
                     max(c.window_s for c in costs)))
             seconds, once, reduce, window = np.array(columns).T
@@ -176,27 +220,35 @@ class CandidateBounds:
         return self._tables[key]
 
     def _least_bottleneck(self, problem: StageProblem, table: _Table, p: int) -> float:
-        key = (id(problem.options), p)
+        key = (tuple(table.seconds.tolist()), p)
         if key not in self._bottlenecks:
             weights = np.repeat(table.seconds, [run.count for run in problem.runs])
-            self._bottlenecks[key] = least_bottleneck(weights.tolist(), p)
+            self._bottlenecks[key] = balanced_cut(weights.tolist(), p)[0]
         return self._bottlenecks[key]
 
     def bound(self, problem: StageProblem) -> tuple[float, float]:
         """(bound of the step, bound of the slowest rank's seconds) of a candidate."""
+        p, v = problem.candidate.mesh.pp, problem.candidate.schedule.chunks
+        table = self._table(problem)
+        slowest = max(float(table.counts @ table.seconds) / p,
+                      float((np.ceil(table.counts / p) * table.seconds).max()))
+        if v == 1 and p > 1:
+            slowest = max(slowest, self._least_bottleneck(problem, table, p))
+        if p > 1:
+            ahead, back = least_receive(problem)
+            # Each rank has v pieces; the first receives no activations once, the last no gradients.
+            slowest += (v - 1) * (ahead + back) + min(ahead, back)
+        return self.step(problem, slowest, 0.0), slowest * SLACK
+
+    def step(self, problem: StageProblem, slowest_s: float, total_s: float) -> float:
+        """Bound of the step from bounds of the slowest rank and of the sum over ranks."""
         candidate = problem.candidate
         p, v, m = candidate.mesh.pp, candidate.schedule.chunks, candidate.num_micro_batches
         table = self._table(problem)
         counts = table.counts
         total = float(counts @ table.seconds)
-        slowest = max(total / p, float((np.ceil(counts / p) * table.seconds).max()))
-        if v == 1 and p > 1:
-            slowest = max(slowest, self._least_bottleneck(problem, table, p))
         if p > 1:
-            ahead, back = _least_receive(problem)
-            total += (p * v - 1) * (ahead + back)
-            # Each rank has v pieces; the first receives no activations once, the last no gradients.
-            slowest += (v - 1) * (ahead + back) + min(ahead, back)
+            total += (p * v - 1) * sum(least_receive(problem))
         once, reduce = float(counts @ table.once), float(counts @ table.reduce)
         if not problem.overlaps:
             tail = (once + reduce) / p
@@ -205,19 +257,5 @@ class CandidateBounds:
         else:
             hidden = (2.0 - table.slowdown) * float(counts @ table.window)
             tail = once + max((table.slowdown - 1.0) * reduce, reduce - hidden)
-        step = (m - 1 / v) * slowest + total / v + tail + problem.rest_s
-        return step * SLACK, slowest * SLACK
-
-
-def _least_receive(problem: StageProblem) -> tuple[float, float]:
-    """Least seconds that any cut costs forward and backward."""
-    cuts = []
-    for i in range(problem.candidate.mesh.pp - 1):
-        for r, run in enumerate(problem.runs):
-            if run.inside is not None:
-                cuts.append(problem.inside[i][r])
-            if run.after is not None:
-                cuts.append(problem.after[i][r])
-        if problem.inside[0] is problem.inside[-1]:
-            break  # every rank sends alike
-    return min(c.forward_s for c in cuts), min(c.backward_s for c in cuts)
+        step = ((m - 1 / v) * slowest_s + max(total, total_s) / v + tail + problem.rest_s)
+        return step * SLACK

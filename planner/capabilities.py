@@ -28,7 +28,8 @@ _FILES = {"executor": Path(__file__).parent.parent / "executor" / "capabilities.
 class Capabilities:
     """What a target runs.
 
-    replicate_kv_heads: a tensor-parallel degree above the number of KV heads, each held by several ranks.
+    replicate_kv_heads: a tensor-parallel degree above the number of KV heads, each of which several
+        ranks then hold.
     pad_vocabulary: a vocabulary that the degree does not divide (the last shard is padded).
     uneven_stages: stages of unlike numbers of layers.
     gradient_sync_per_micro_batch_with_pipeline: gradients reduced after each micro-batch although

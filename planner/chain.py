@@ -1,15 +1,15 @@
 """The model as a chain of runs: neighbouring layers that cost the same and cut the same.
 
-Layers stand in the topological order of the LayerGraph. Cutting before layer c sends every tensor made
-before c and read at or after c, so that a DAG (skip connections, an encoder that feeds each decoder
-layer) is cut like a chain, with everything alive across the cut charged and carried.
+Layers stand in the topological order of the LayerGraph. Cutting before layer c sends every tensor
+made before c and read at or after c, so that a DAG (skip connections, an encoder that feeds each
+decoder layer) is cut like a chain, with everything alive across the cut charged and carried.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profiler.layer_graph import Extent, LayerGraph
+from profiler.layer_graph import NOTHING, Extent, LayerGraph
 
 __all__ = ["Chain", "Crossing", "Run", "make_chain"]
 
@@ -38,6 +38,7 @@ class Run:
 
     inside: what a cut between two of its layers carries (None for a single layer).
     after: what a cut behind its last layer carries (None at the end of the model).
+    input: elements of the activations that its layers alone read: what a checkpoint of one keeps.
     tied: (group, parameter name) of each tied parameter of its layer; such a run has one layer.
     """
 
@@ -46,6 +47,7 @@ class Run:
     count: int
     inside: Crossing | None
     after: Crossing | None
+    input: Extent = NOTHING
     tied: tuple[tuple[int, str], ...] = ()
 
 
@@ -56,6 +58,20 @@ class Chain:
     runs: tuple[Run, ...]
     num_layers: int
     tied_places: tuple[tuple[tuple[int, str], ...], ...]
+
+    @property
+    def block_run(self) -> int | None:
+        """The run that repeats, if only one does: the blocks of a transformer."""
+        repeated = [index for index, run in enumerate(self.runs) if run.count > 1]
+        return repeated[0] if len(repeated) == 1 else None
+
+    def chunks(self, pp: int) -> list[int]:
+        """Chunks per rank (> 1) that an interleaved schedule can have: equally many blocks in each
+        stage, as Megatron-LM asks; its bubble shrinks by the number of chunks only then."""
+        if self.block_run is None:
+            return []
+        blocks = self.runs[self.block_run].count
+        return [v for v in range(2, blocks // pp + 1) if blocks % (pp * v) == 0]
 
     def crossing_before(self, layer: int) -> Crossing:
         """What a cut before `layer` carries."""
@@ -95,6 +111,23 @@ def _crossings(graph: LayerGraph) -> list[Crossing]:
     return crossings
 
 
+def _inputs(graph: LayerGraph) -> list[Extent]:
+    """Per layer, the elements of differentiable inputs of the compute dtype that no other layer
+    reads.
+
+    A tensor that several layers read (an encoder's output) is one storage however many keep it.
+    """
+    readers: dict[tuple[int, str], set[int]] = {}
+    for edge in graph.edges:
+        readers.setdefault((edge.source, edge.tensor), set()).add(edge.target)
+    inputs = [NOTHING] * len(graph.layers)
+    for edge in graph.edges:
+        alone = len(readers[edge.source, edge.tensor]) == 1
+        if alone and edge.has_gradient and edge.bytes_per_element is None:
+            inputs[edge.target] += edge.elements
+    return inputs
+
+
 def make_chain(graph: LayerGraph) -> Chain:
     """Group the layers of a graph into maximal runs."""
     crossings = _crossings(graph)
@@ -103,6 +136,7 @@ def make_chain(graph: LayerGraph) -> Chain:
         for layer, name in tie.places:
             tied.setdefault(layer, []).append((group, name))
     runs: list[Run] = []
+    inputs = _inputs(graph)
     first = 0
     total = len(graph.layers)
     while first < total:
@@ -111,13 +145,13 @@ def make_chain(graph: LayerGraph) -> Chain:
         if first not in tied:
             inside = crossings[first] if first + 1 < total else None
             while (last + 1 < total and last + 1 not in tied and graph.layers[last + 1].kind == kind
-                   and crossings[last] == inside):
+                   and crossings[last] == inside and inputs[last + 1] == inputs[first]):
                 last += 1
         runs.append(Run(
             kind=kind, first=first, count=last - first + 1,
             inside=crossings[first] if last > first else None,
             after=crossings[last] if last + 1 < total else None,
-            tied=tuple(tied.get(first, ()))))
+            input=inputs[first], tied=tuple(tied.get(first, ()))))
         first = last + 1
     return Chain(runs=tuple(runs), num_layers=total,
                  tied_places=tuple(tie.places for tie in graph.ties))

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -27,7 +26,7 @@ from profiler.errors import Infeasible, InternalError, Interrupted, InvalidInput
 if TYPE_CHECKING:
     from planner.layout import Layout
 
-__all__ = ["main", "run"]
+__all__ = ["run"]
 
 DOCUMENTS = {
     "layout": ("planner.layout", "Layout"),
@@ -291,7 +290,8 @@ def _fail(error: MeshwrightError) -> int:
         _say("error" if not isinstance(error, Infeasible) else "does not fit", [str(error)])
         diagnosis: Any = getattr(error, "diagnosis", None)
         if diagnosis is not None:
-            click.echo("\n".join(diagnosis.lines()), err=True)
+            for line in diagnosis.lines():
+                click.echo(click.wrap_text(line, 100, "  ", "      "), err=True)
     return error.exit_status
 
 
@@ -314,16 +314,3 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _say("error", [f"standard output cannot be written: {error.strerror}"])
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  (the flush at exit would fail again)
         return InvalidInput.exit_status
-
-
-def main() -> NoReturn:
-    """Entry point of the command."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `plan ... | head` ends as other tools do
-    for name in ("stdout", "stderr"):
-        stream: Any = getattr(sys, name)
-        if stream is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?"
-    sys.exit(run())

@@ -1,15 +1,16 @@
 """Costs of one model on one topology under one request, remembered between candidates.
 
-The pricing of a given layout and the program that looks for the best one both ask here, so that there is
-one cost model. A `Candidate` fixes everything but the stages and the choices of the layers.
+The pricing of a given layout and the program that looks for the best one both ask here, so that
+there is one cost model. A `Candidate` fixes everything but the stages and the choices of the
+layers.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,8 +18,16 @@ from planner.capabilities import Capabilities, load_capabilities
 from planner.chain import Chain, Crossing, Run, make_chain
 from planner.cost.collectives import all_reduce_seconds, send_seconds
 from planner.cost.compute import ComputeTimes, Shard, layer_compute, split_degree
-from planner.cost.layer import Group, LayerCost, ParameterCost, layer_cost, parameter_cost
-from planner.cost.memory import BLOCK_BYTES, local_parameters
+from planner.cost.layer import (
+    Group,
+    LayerCost,
+    ParameterCost,
+    layer_cost,
+    layer_parameters,
+    parameter_cost,
+    tensor_parallel_seconds,
+)
+from planner.cost.memory import BLOCK_BYTES, layer_memory, local_parameters
 from planner.layout import Axis, Choice, Mesh, Schedule
 from planner.request import Request
 from planner.topology import Topology
@@ -26,6 +35,8 @@ from planner.topology_groups import Placement, Stage
 from profiler.layer_graph import LayerGraph
 
 __all__ = ["Candidate", "Coster", "CutCost", "RankContext", "TieCost"]
+
+T = TypeVar("T")
 
 _SPANNED: tuple[Axis, ...] = ("tp", "dp_shard", "dp_replicate")
 
@@ -80,12 +91,11 @@ class CutCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieCost:
-    """A tied parameter on each rank that holds it, and the reduction between two such ranks."""
+    """A tied parameter on each rank that holds it: it stays gathered, once a step."""
 
     static_bytes: int
     temporary_bytes: int
     parameters: ParameterCost
-    once_gather_s: float
 
 
 class Coster:
@@ -104,12 +114,15 @@ class Coster:
         self.option_cache: dict[object, Any] = {}  # of planner/problem.py
         self.mesh_cache: dict[tuple[int, int, int, int], list[Mesh]] = {}  # of planner/space.py
         self._interned: dict[object, RankContext] = {}
+        self._parts: dict[object, Any] = {}
+        self._cuts: dict[object, CutCost] = {}
         self._contexts: dict[object, tuple[tuple[RankContext, ...], tuple[int, ...]]] = {}
 
     # --- where the ranks lie
 
     def placement(self, mesh: Mesh) -> Placement:
-        """Ranks on devices: the host groups in the mesh's order, filled from the first device on."""
+        """Ranks on devices: the host groups in the mesh's order, filled from the first device
+        on."""
         order = mesh.host_groups or tuple(range(len(self.topology.hosts)))
         key = (order, mesh.num_devices)
         if key not in self._placements:
@@ -198,23 +211,59 @@ class Coster:
     def layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
               ) -> LayerCost:
         """The cost of one layer of a run."""
-        key = (run.kind, run.tied, choice, context, candidate.micro_batch,
+        key = (run.kind, run.input, run.tied, choice, context, candidate.micro_batch,
+               candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1,
                candidate.each_micro_batch, candidate.unsharded_gradients, candidate.mesh.tp)
         cost = self._layers.get(key)
         if cost is None:
-            shard = self.shard(candidate.micro_batch, candidate.mesh.tp, choice)
-            cost = self._layers[key] = layer_cost(
-                self.graph.kinds[run.kind], choice,
-                self.compute(run.kind, shard, context.device_groups), shard, context.group,
-                self.request, each_micro_batch=candidate.each_micro_batch,
-                unsharded_gradients=candidate.unsharded_gradients,
-                without=frozenset(name for _, name in run.tied))
+            cost = self._layers[key] = self._layer(run, choice, candidate, context)
         return cost
+
+    def _layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
+               ) -> LayerCost:
+        """Each part depends on less than the whole, and is remembered by what it depends on."""
+        kind, mesh, group = self.graph.kinds[run.kind], candidate.mesh, context.group
+        shard = self.shard(candidate.micro_batch, mesh.tp, choice)
+        without = frozenset(name for _, name in run.tied)
+        each, whole = candidate.each_micro_batch, candidate.unsharded_gradients
+        layer = (run.kind, run.input, run.tied)
+        return layer_cost(
+            choice, self.compute(run.kind, shard, context.device_groups),
+            self._part(("collectives", layer, choice, shard, group.tp),
+                       lambda: tensor_parallel_seconds(kind, choice, shard, group.tp, run.input)),
+            self.parameters(run, choice, mesh.tp, context, each_micro_batch=each),
+            self._part(("memory", layer, choice, shard, mesh.dp_shard, whole),
+                       lambda: layer_memory(kind, choice, shard, request=self.request,
+                                            dp_shard=mesh.dp_shard, unsharded_gradients=whole,
+                                            inputs=run.input, without=without)),
+            group, num_micro_batches=candidate.num_micro_batches)
+
+    def parameters(self, run: Run, choice: Choice, tp: int, context: RankContext, *,
+                   each_micro_batch: bool) -> ParameterCost:
+        """Once-a-step costs of the parameters of one layer of a run."""
+        key = ("parameters", run.kind, run.tied, choice.tensor_parallel, tp, context,
+               each_micro_batch)
+        return self._part(key, lambda: layer_parameters(
+            self.graph.kinds[run.kind], self.shard(1, tp, choice), context.group, self.request,
+            without=frozenset(name for _, name in run.tied), each_micro_batch=each_micro_batch))
+
+    def _part(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._parts:
+            self._parts[key] = make()
+        part: T = self._parts[key]
+        return part
 
     # --- cuts, ties, the end of the step
 
     def cut(self, crossing: Crossing, candidate: Candidate, sender: int) -> CutCost:
         """What crossing from pipeline rank `sender` to the next costs one micro-batch."""
+        mesh = candidate.mesh
+        key = (id(crossing), mesh, candidate.micro_batch, candidate.schedule.chunks > 1, sender)
+        if key not in self._cuts:  # the chain keeps its crossings alive
+            self._cuts[key] = self._cut(crossing, candidate, sender)
+        return self._cuts[key]
+
+    def _cut(self, crossing: Crossing, candidate: Candidate, sender: int) -> CutCost:
         mesh = candidate.mesh
         edge = self.placement(mesh).pipeline_edge(
             mesh.stride("pp"), degree=mesh.pp, index=None if self.topology.is_uniform else sender,
@@ -245,8 +294,7 @@ class Coster:
         temporary = 0 if self.request.fused_optimizer else trainable * size.stored_bytes / shard
         blocks = [-(-int(x) // BLOCK_BYTES) * BLOCK_BYTES
                   for x in (gradient + state + stored + copy, temporary)]
-        return TieCost(static_bytes=blocks[0], temporary_bytes=blocks[1], parameters=parameters,
-                       once_gather_s=parameters.gather_s)
+        return TieCost(static_bytes=blocks[0], temporary_bytes=blocks[1], parameters=parameters)
 
     def tie_reduction_s(self, group: int, candidate: Candidate) -> float:
         """All-reduce of a tied gradient between two pipeline ranks that hold the parameter."""

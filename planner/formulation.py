@@ -6,48 +6,57 @@ Sets
     i in 0..p-1      pipeline ranks; g tied parameters with their runs R_g
 
 Parameters (times in units of `unit_s`, memory in blocks of 512 bytes)
-    f, b[r,o,i]      forward, backward time of a layer            a, q, w[r,o,i]  activations, static
-    h[r,o,i]         once-a-step time                                             bytes, working set
-    c^in, c^after    receiving times of a cut inside / after run r
-    M_i              memory of a rank, N_i moments of its schedule (micro-batches in flight per chunk)
+    f, b[r,o,i]      forward, backward time of a layer; h[r,o,i] its once-a-step time
+    a, q, w[r,o,i]   its activations, static bytes, working set
+    c[r], e[r]       receiving times of a cut inside / after run r
+    M_i, N_i         memory of a rank; moments of its schedule (micro-batches in flight per chunk)
 
 Variables
     y[k,r]           layers of run r in stages 0..k               x[k,r,o]  of stage k with option o
     S[k,r], F[k,r]   run r is started / finished by stage k       u[i,r,o]  rank i uses option o
     T (or TF, TB)    slowest rank        A  longest tail          W[i]      working set of rank i
-    z[g,i]           rank i holds tied parameter g                t[i]      time of a rank
+    z[g,i]           rank i holds tied parameter g
 
-Objective: minimise (m - 1/v) T + (1/v) sum_i t[i] + A + ties + rest        (planner/pricing.py)
+Objective: minimise (m - 1/v) T + (1/v) sum_i t_i + A + ties + rest         (planner/pricing.py)
 
 Constraints, each by its function
-    (1) _order        runs follow one another; every stage has a layer
+    (1) _order        runs follow one another; every stage has a layer; the stages of an
+                      interleaved schedule have equally many blocks
     (2) _counts       options of a run's layers in a stage add up to its layers there
-    (3) _times        T is at least the time of each rank, sends included
-    (4) _tails        A is at least what follows the last backward on each rank, exposed reductions included
-    (5) _memory       at each moment of the schedule, and in the optimizer step, each rank fits
-    (6) _ties         a tied parameter costs memory and time wherever a layer of it lies
+    (3) _ties         a tied parameter is held wherever a layer of it lies
+    (4) _times        T is at least the time of each rank, sends included
+    (5) _tails        A is at least what follows the last backward on each rank
+    (6) _memory       at each moment of the schedule, and in the optimizer step, each rank fits
+
+Moments of interleaved schedules are many and few of them bind: they are added where an answer
+violates them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
-from ortools.math_opt.python import mathopt
-from ortools.sat import sat_parameters_pb2
-
+from planner.cost.layer import LayerCost
 from planner.cost.memory import BLOCK_BYTES
 from planner.layout import Choice
+from planner.linear import Expression, LinearProgram, total
 from planner.problem import StageProblem
 
-__all__ = ["Program", "Solution", "relaxed_bound", "solve"]
+__all__ = ["Program", "Solution", "solve"]
 
 Segments = list[list[tuple[int, int, Choice]]]
-Expression = mathopt.LinearTypes
+Moments = tuple[tuple[tuple[int, ...], ...], ...]
 
 RESOLUTION = 2.0**-22
-"""Time unit as a share of the slowest rank's least time: what the integers can tell apart."""
+"""What the integers can tell apart, as a share of the slowest rank's least time: rounding a layer
+to whole units moves the sum over all layers by half of it at most."""
+
+LARGEST = 2.0**52
+"""Above any objective, and still whole in a double."""
+
+NOTHING = Expression([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,292 +65,316 @@ class Solution:
 
     status: str
     segments: Segments | None
+    objective_s: float
     bound_s: float
 
 
 class Program:
-    """The program of one StageProblem, integer or relaxed."""
+    """The program of one StageProblem."""
 
-    def __init__(self, problem: StageProblem, *, least_slowest_s: float, integer: bool,
+    def __init__(self, problem: StageProblem, moments: Moments, *, least_slowest_s: float,
                  most_s: float = math.inf) -> None:
         """Args:
+            moments: per rank, those of the schedule that are looked at.
             least_slowest_s: a valid lower bound of the slowest rank's time.
-            most_s: only answers below this step time are wanted.
+            most_s: only answers up to this step time are wanted.
         """
         self.problem = problem
-        self.integer = integer
+        self.moments = moments
         self.p = problem.candidate.mesh.pp
         self.v = problem.candidate.schedule.chunks
         self.m = problem.candidate.num_micro_batches
-        self.unit_s = max(least_slowest_s, 1e-9) * RESOLUTION
-        self.model = mathopt.Model()
-        self.gpipe = problem.candidate.schedule.name == "gpipe"
+        self.most_s = most_s
+        self.unit_s = max(least_slowest_s, 1e-9) * RESOLUTION / problem.num_layers
+        self.model = LinearProgram()
         self._order()
         self._counts()
         self._ties()
         self._times(least_slowest_s)
         self._tails()
-        self._memory()
-        self._objective(most_s)
+        for i in range(self.p):
+            self._memory(i)
+        self._objective()
 
     # --- helpers
-
-    def _int(self, low: float, high: float) -> mathopt.Variable:
-        return self.model.add_variable(lb=low, ub=high, is_integer=self.integer)
 
     def _units(self, seconds: float) -> int:
         return round(seconds / self.unit_s)
 
-    def _rank(self, k: int) -> int:
-        return k % self.p
+    def _stages_of(self, i: int) -> range:
+        return range(i, self.problem.num_stages, self.p)
+
+    def _here(self, k: int, r: int) -> Expression:
+        """Layers of run r in stage k."""
+        return self.y[k][r] - self.y[k - 1][r] if k else self.y[k][r]
+
+    def _rank_sum(self, i: int, coefficient: Callable[[LayerCost], int]) -> Expression:
+        """Sum of coefficient * layers over the layers of rank i, all chunks."""
+        cls = self.problem.rank_class[i]
+        parts = []
+        for r, options in enumerate(self.problem.options):
+            for o, option in enumerate(options):
+                weight = coefficient(option.costs[cls])
+                if weight:
+                    parts += [self.x[k][r][o] * weight for k in self._stages_of(i)]
+        return total(parts)
 
     # --- constraints
 
+    def _layers_by(self, k: int) -> tuple[int, int]:
+        """Least and most layers in stages 0..k."""
+        layers, stages = self.problem.num_layers, self.problem.num_stages
+        if k == stages - 1:
+            return layers, layers
+        return k + 1, layers - (stages - 1 - k)
+
+    def _count_range(self, k: int, r: int) -> tuple[int, int]:
+        """Least and most layers of run r in stages 0..k."""
+        run = self.problem.runs[r]
+        if self.v == 1:
+            least, most = self._layers_by(k)
+            return (max(0, min(run.count, least - run.first)),
+                    max(0, min(run.count, most - run.first)))
+        # Interleaved: equally many blocks in each stage, what comes before and after at the ends.
+        block = next(i for i, other in enumerate(self.problem.runs) if other.count > 1)
+        last = k == self.problem.num_stages - 1
+        done = (run.count * (k + 1) // self.problem.num_stages if r == block
+                else run.count if r < block or last else 0)
+        return done, done
+
     def _order(self) -> None:
-        """(1) Cumulative counts y, started and finished flags."""
+        """(1) y, S and F."""
         runs, stages = self.problem.runs, self.problem.num_stages
-        add = self.model.add_linear_constraint
         self.y: list[list[Expression]] = []
         self.started: list[list[Expression]] = []
         self.finished: list[list[Expression]] = []
-        total, layers_before = self.problem.num_layers, [run.first for run in runs]
         for k in range(stages):
-            row: list[Expression] = []
-            started: list[Expression] = []
-            finished: list[Expression] = []
-            for run, before in zip(runs, layers_before, strict=True):
-                # Stages 0..k hold at least k+1 layers and leave one for each stage that follows.
-                most = min(run.count, max(0, total - (stages - 1 - k) - before))
-                least = max(0, min(run.count, k + 1 - before))
-                if k == stages - 1 or least == most:
-                    value = run.count if k == stages - 1 else least
-                    row.append(value)
-                    started.append(int(value > 0))
-                    finished.append(int(value == run.count))
-                elif run.count == 1:
-                    flag = self._int(0, 1)
-                    row.append(flag)
-                    started.append(flag)
-                    finished.append(flag)
-                else:
-                    count = self._int(least, most)
-                    row.append(count)
-                    begun, done = self._int(0, 1), self._int(0, 1)
-                    add(count >= begun)
-                    add(count <= run.count * begun)
-                    add(count >= run.count * done)
-                    started.append(begun)
-                    finished.append(done)
+            row, started, finished = [], [], []
+            for r, run in enumerate(runs):
+                low, high = self._count_range(k, r)
+                count = self.model.variable(low, high)
+                row.append(count)
+                if run.count == 1:
+                    started.append(count)
+                    finished.append(count)
+                    continue
+                begun = self.model.variable(int(low > 0), int(high > 0))
+                done = self.model.variable(int(low == run.count), int(high == run.count))
+                self.model.at_least(count - begun)
+                self.model.at_least(run.count * begun - count)
+                self.model.at_least(count - run.count * done)
+                started.append(begun)
+                finished.append(done)
             for r in range(1, len(runs)):
-                self._require(started[r], finished[r - 1])
+                self.model.at_least(finished[r - 1] - started[r])
             self.y.append(row)
             self.started.append(started)
             self.finished.append(finished)
-            if k:
-                for r in range(len(runs)):
-                    self._require(self.y[k - 1][r], row[r])
-                    if runs[r].count > 1:
-                        self._require(self.started[k - 1][r], started[r])
-                        self._require(self.finished[k - 1][r], finished[r])
-                here, before_ = mathopt.fast_sum(row), mathopt.fast_sum(self.y[k - 1])
-                self._at_least(here - before_, 1)
+            self._follow(k)
 
-    def _require(self, less: Expression, more: Expression) -> None:
-        """less <= more, where either may be a constant."""
-        self._at_least(more - less, 0)
-
-    def _at_least(self, expression: Expression, low: float) -> None:
-        if isinstance(expression, (int, float)):
-            if expression < low:
-                self.model.add_linear_constraint(lb=1, ub=0, expr=0)
-        else:
-            self.model.add_linear_constraint(expression >= low)
+    def _follow(self, k: int) -> None:
+        here = total(self._here(k, r) for r in range(len(self.problem.runs)))
+        self.model.at_least(here, 1)
+        if k:
+            for rows in (self.y, self.started, self.finished):
+                for before, now in zip(rows[k - 1], rows[k], strict=True):
+                    self.model.at_least(now - before)
 
     def _counts(self) -> None:
-        """(2) x[k][r][o]: layers of run r in stage k with option o."""
-        problem = self.problem
+        """(2) x[k][r][o]."""
         self.x: list[list[list[Expression]]] = []
-        for k in range(problem.num_stages):
+        for k in range(self.problem.num_stages):
             row = []
-            for r, run in enumerate(problem.runs):
-                here = self.y[k][r] - (self.y[k - 1][r] if k else 0)
-                if isinstance(here, (int, float)) and here == 0:
-                    row.append([0] * len(problem.options[r]))
-                    continue
-                if len(problem.options[r]) == 1:
+            for r, options in enumerate(self.problem.options):
+                here = self._here(k, r)
+                if len(options) == 1:
                     row.append([here])
-                    continue
-                counts = [self._int(0, run.count) for _ in problem.options[r]]
-                self.model.add_linear_constraint(mathopt.fast_sum(counts) - here == 0)
-                row.append(counts)
+                elif here.is_constant and here.constant == 0:
+                    row.append([NOTHING] * len(options))
+                else:
+                    most = self.problem.runs[r].count
+                    counts = [self.model.variable(0, most) for _ in options]
+                    self.model.equal(total(counts), here)
+                    row.append(counts)
             self.x.append(row)
 
     def _ties(self) -> None:
-        """(6) z[g][i]: rank i holds tied parameter g."""
+        """(3) z[g][i]."""
         self.z: list[list[Expression]] = []
         for runs, _, _ in self.problem.ties:
-            row: list[Expression] = []
+            row = []
             for i in range(self.p):
-                held = [self.y[k][r] - (self.y[k - 1][r] if k else 0)
-                        for k in range(i, self.problem.num_stages, self.p) for r in runs]
-                constants = [h for h in held if isinstance(h, (int, float))]
-                if any(h > 0 for h in constants):
-                    row.append(1)
-                elif len(constants) == len(held):
-                    row.append(0)
-                else:
-                    flag = self._int(0, 1)
-                    for h in held:
-                        self._require(h, flag)
-                    row.append(flag)
+                held = [self._here(k, r) for k in self._stages_of(i) for r in runs]
+                certain = any(h.is_constant and h.constant > 0 for h in held)
+                possible = any(not h.is_constant for h in held)
+                flag = self.model.variable(int(certain), int(certain or possible))
+                for h in held:
+                    self.model.at_least(flag - h)
+                row.append(flag)
             self.z.append(row)
 
-    def _rank_sum(self, i: int, coefficient) -> list[Expression]:  # type: ignore[no-untyped-def]
-        """Terms coefficient(cost) * x over the layers of rank i, all chunks."""
-        cls = self.problem.rank_class[i]
-        return [coefficient(option.costs[cls]) * self.x[k][r][o]
-                for k in range(i, self.problem.num_stages, self.p)
-                for r, options in enumerate(self.problem.options)
-                for o, option in enumerate(options)
-                if not (isinstance(self.x[k][r][o], int) and self.x[k][r][o] == 0)]
-
-    def _cut_terms(self, k: int, name: str, scale: float) -> list[Expression]:
+    def _cut(self, k: int, name: str, scale: float) -> Expression:
         """What the cut after stage k costs: inside a run, or after it."""
-        problem, i = self.problem, self._rank(k)
-        terms: list[Expression] = []
-        for r in range(len(problem.runs)):
-            inside = getattr(problem.inside[i][r], name) / scale
-            after = getattr(problem.after[i][r], name) / scale
-            following = self.started[k][r + 1] if r + 1 < len(problem.runs) else 0
-            if inside and problem.runs[r].count > 1:
-                terms.append(round(inside) * (self.started[k][r] - self.finished[k][r]))
+        problem, i = self.problem, k % self.p
+        parts = []
+        for r, run in enumerate(problem.runs):
+            inside = round(getattr(problem.inside[i][r], name) / scale)
+            after = round(getattr(problem.after[i][r], name) / scale)
+            following = self.started[k][r + 1] if r + 1 < len(problem.runs) else NOTHING
+            if inside and run.count > 1:
+                parts.append((self.started[k][r] - self.finished[k][r]) * inside)
             if after:
-                terms.append(round(after) * (self.finished[k][r] - following))
-        return terms
+                parts.append((self.finished[k][r] - following) * after)
+        return total(parts)
 
     def _times(self, least_slowest_s: float) -> None:
-        """(3) The slowest rank."""
-        problem, stages = self.problem, self.problem.num_stages
-        forward: list[list[Expression]] = []
-        backward: list[list[Expression]] = []
+        """(4) The slowest rank."""
+        problem = self.problem
+        forward, backward = [], []
         for i in range(self.p):
-            ahead = self._rank_sum(i, lambda c: self._units(c.forward_s))
-            back = self._rank_sum(i, lambda c: self._units(c.backward_s))
-            for k in range(i, stages, self.p):
+            ahead = [self._rank_sum(i, lambda c: self._units(c.forward_s))]
+            back = [self._rank_sum(i, lambda c: self._units(c.backward_s))]
+            for k in self._stages_of(i):
                 if k > 0:
-                    ahead += self._cut_terms(k - 1, "forward_s", self.unit_s)
-                if k + 1 < stages:
-                    back += self._cut_terms(k, "backward_s", self.unit_s)
-            forward.append(ahead)
-            backward.append(back)
-        self.rank_time = [mathopt.fast_sum(a + b)
-                          for a, b in zip(forward, backward, strict=True)]
-        least = max(0, math.floor(least_slowest_s / self.unit_s) - problem.num_layers)
-        self.slowest = self._slowest(self.rank_time, least)
-        if self.gpipe and self.p > 1:
-            both = (self._slowest([mathopt.fast_sum(a) for a in forward], 0)
-                    + self._slowest([mathopt.fast_sum(b) for b in backward], 0))
-            self._at_least(both - self.slowest, 0)
+                    ahead.append(self._cut(k - 1, "forward_s", self.unit_s))
+                if k + 1 < problem.num_stages:
+                    back.append(self._cut(k, "backward_s", self.unit_s))
+            forward.append(total(ahead))
+            backward.append(total(back))
+        self.rank_time = [a + b for a, b in zip(forward, backward, strict=True)]
+        if self.p == 1:
+            self.slowest = self.rank_time[0]
+            return
+        # Rounding moves a rank's sum by at most half a unit a layer and a unit a cut.
+        slack = problem.num_layers + 2 * self.v
+        ceiling = self._units(self._ceiling_s()) + 2 * slack
+        least = max(0, math.floor(least_slowest_s / self.unit_s) - slack)
+        # A step is at least m times its slowest rank, so a wanted answer bounds that as well.
+        most = (self.most_s / self.m / self.unit_s + slack if math.isfinite(self.most_s)
+                else ceiling)
+        self.slowest = self._slowest(self.rank_time, least,
+                                     max(least, min(ceiling, math.ceil(most))))
+        if problem.candidate.schedule.name == "gpipe":
+            both = (self._slowest(forward, 0, ceiling)
+                    + self._slowest(backward, 0, ceiling))
+            self.model.at_least(both - self.slowest)
             self.slowest = both
 
-    def _slowest(self, times: list[Expression], least: float) -> Expression:
-        if len(times) == 1:
-            return times[0]
-        slowest = self._int(least, math.inf if not self.integer else 2.0**40)
+    def _ceiling_s(self) -> float:
+        """More seconds than any rank can need for one micro-batch: every layer at its slowest."""
+        problem = self.problem
+        layers = sum(run.count * max(c.forward_s + c.backward_s for o in options for c in o.costs)
+                     for run, options in zip(problem.runs, problem.options, strict=True))
+        cuts = max((c.forward_s + c.backward_s for rows in (problem.inside, problem.after)
+                    for row in rows for c in row), default=0.0)
+        return layers + 2 * self.v * cuts
+
+    def _slowest(self, times: list[Expression], least: float, most: float) -> Expression:
+        slowest = self.model.variable(least, most)
         for time in times:
-            self._at_least(slowest - time, 0)
+            self.model.at_least(slowest - time)
         return slowest
 
     def _tails(self) -> None:
-        """(4) The longest tail."""
+        """(5) The longest tail."""
         problem = self.problem
-        tails: list[Expression] = []
+        self.tail = self.model.variable(0, self._units(self._longest_tail_s()))
         for i in range(self.p):
-            slowdown = problem.contexts[problem.rank_class[i]].group.overlap_slowdown
+            cls = problem.rank_class[i]
+            slowdown = problem.contexts[cls].group.overlap_slowdown
             forms = ([(1.0, 0.0)] if not problem.overlaps
                      else [(slowdown - 1.0, 0.0), (1.0, 2.0 - slowdown)])
             for share, hidden in forms:
-                def seconds(cost, share=share, hidden=hidden):  # type: ignore[no-untyped-def]
+                def after(cost: LayerCost, share: float = share, hidden: float = hidden) -> int:
                     p = cost.parameters
-                    window = getattr(cost, "window_s", 0.0)
-                    return self._units(cost.once_gather_s + p.optimizer_s + p.norm_s
-                                       + share * p.reduce_s - hidden * window)
-                terms = self._rank_sum(i, seconds)
+                    return self._units(p.optimizer_s + p.norm_s + share * p.reduce_s
+                                       - hidden * cost.window_s)
+                tail = self._rank_sum(i, after)
                 for g, (_, costs, _) in enumerate(problem.ties):
-                    terms.append(seconds(costs[problem.rank_class[i]]) * self.z[g][i])
-                tails.append(mathopt.fast_sum(terms))
-        self.tail = self._int(0, math.inf if not self.integer else 2.0**40)
-        for tail in tails:
-            self._at_least(self.tail - tail, 0)
+                    p = costs[cls].parameters
+                    tail += self.z[g][i] * self._units(
+                        p.gather_s + p.optimizer_s + p.norm_s + share * p.reduce_s)
+                self.model.at_least(self.tail - tail)
 
-    def _memory(self) -> None:
-        """(5) Every rank at every moment."""
-        for i in range(self.p):
-            self._rank_memory(i)
+    def _longest_tail_s(self) -> float:
+        """More seconds than any tail: everything exposed, on one rank."""
+        problem = self.problem
+        parameters = [(run.count, c.parameters) for run, options in
+                      zip(problem.runs, problem.options, strict=True)
+                      for o in options for c in o.costs]
+        parameters += [(1, cost.parameters) for _, costs, _ in problem.ties for cost in costs]
+        return 1e-6 + sum(n * (p.gather_s + p.optimizer_s + p.norm_s + p.reduce_s)
+                          for n, p in parameters)
 
-    def _rank_memory(self, i: int) -> None:
+    def _memory(self, i: int) -> None:
+        """(6) Rank i at every moment."""
         problem, cls = self.problem, self.problem.rank_class[i]
-        capacity = problem.capacity_bytes[i] // BLOCK_BYTES
+        capacity = Expression([], problem.capacity_bytes[i] // BLOCK_BYTES)
         static = self._rank_sum(i, lambda c: c.memory.static_bytes // BLOCK_BYTES)
         temporary = self._rank_sum(i, lambda c: c.memory.optimizer_temporary_bytes // BLOCK_BYTES)
         for g, (_, costs, _) in enumerate(problem.ties):
-            static.append(costs[cls].static_bytes // BLOCK_BYTES * self.z[g][i])
-            temporary.append(costs[cls].temporary_bytes // BLOCK_BYTES * self.z[g][i])
-        if any(o.costs[cls].memory.optimizer_temporary_bytes
-               for options in problem.options for o in options):
-            self._at_least(capacity - mathopt.fast_sum(static + temporary), 0)
-        working = self._working_set(i)
-        for moment in problem.moments[i]:
-            held = list(static)
-            for chunk, count in enumerate(moment):
-                k = chunk * self.p + i
-                for r, options in enumerate(problem.options):
-                    for o, option in enumerate(options):
-                        blocks = option.costs[cls].memory.activation_bytes // BLOCK_BYTES
-                        held.append(count * blocks * self.x[k][r][o])
-                if k + 1 < problem.num_stages:
-                    held += [count * term
-                             for term in self._cut_terms(k, "held_bytes", BLOCK_BYTES)]
-            self._at_least(capacity - working - mathopt.fast_sum(held), 0)
+            static += self.z[g][i] * (costs[cls].static_bytes // BLOCK_BYTES)
+            temporary += self.z[g][i] * (costs[cls].temporary_bytes // BLOCK_BYTES)
+        if temporary.terms or temporary.constant:
+            self.model.at_least(capacity - static - temporary)
+        room = capacity - static - self._working_set(i)
+        chunks = [self._chunk_blocks(k, cls) for k in self._stages_of(i)]
+        for moment in self.moments[i]:
+            self.model.at_least(room - total(
+                chunk * count for chunk, count in zip(chunks, moment, strict=True)))
+
+    def _chunk_blocks(self, k: int, cls: int) -> Expression:
+        """What stage k holds of one micro-batch: activations and its output."""
+        parts = [self.x[k][r][o] * (option.costs[cls].memory.activation_bytes // BLOCK_BYTES)
+                 for r, options in enumerate(self.problem.options)
+                 for o, option in enumerate(options)]
+        if k + 1 < self.problem.num_stages:
+            parts.append(self._cut(k, "held_bytes", BLOCK_BYTES))
+        return total(parts)
 
     def _working_set(self, i: int) -> Expression:
         """The largest working set among the layers of rank i."""
         problem, cls = self.problem, self.problem.rank_class[i]
-        stages = range(i, problem.num_stages, self.p)
         needs: list[tuple[int, Expression, int]] = []
         certain = 0
+        least_of_possible = math.inf
         for r, options in enumerate(problem.options):
             sizes = [o.costs[cls].memory.working_set_bytes // BLOCK_BYTES for o in options]
-            here = mathopt.fast_sum([self.y[k][r] - (self.y[k - 1][r] if k else 0)
-                                     for k in stages])
-            if isinstance(here, (int, float)) and here > 0:
+            here = [self._here(k, r) for k in self._stages_of(i)]
+            if any(h.is_constant and h.constant > 0 for h in here):
                 certain = max(certain, min(sizes))
+            if any(h.terms or h.constant for h in here):
+                least_of_possible = min(least_of_possible, *sizes)
             for o, size in enumerate(sizes):
-                count = mathopt.fast_sum([self.x[k][r][o] for k in stages])
-                needs.append((size, count, problem.runs[r].count))
-        needs = [n for n in needs if n[0] > certain and not isinstance(n[1], (int, float))]
+                count = total(self.x[k][r][o] for k in self._stages_of(i))
+                if count.terms:
+                    needs.append((size, count, problem.runs[r].count))
+                elif count.constant:
+                    certain = max(certain, size)
+        # Every rank has a layer of some run, so the least of them all is needed in any case.
+        certain = max(certain, 0 if math.isinf(least_of_possible) else int(least_of_possible))
+        needs = [need for need in needs if need[0] > certain]
         if not needs:
-            return certain
-        largest = self._int(certain, max(size for size, _, _ in needs))
+            return Expression([], certain)
+        largest = self.model.variable(certain, max(size for size, _, _ in needs))
         for size, count, most in needs:
-            used = self._int(0, 1)
-            self._at_least(most * used - count, 0)
-            self._at_least(largest - size * used, 0)
+            used = self.model.variable(0, 1)
+            self.model.at_least(used * most - count)
+            self.model.at_least(largest - Expression([], certain) - used * (size - certain))
         return largest
 
-    def _objective(self, most_s: float) -> None:
+    def _objective(self) -> None:
         """v times the step, so that every coefficient is whole."""
-        constant = self._units(self.problem.rest_s) * self.v
-        terms: list[Expression] = [(self.m * self.v - 1) * self.slowest, self.v * self.tail]
-        terms += self.rank_time
+        parts = [self.slowest * (self.m * self.v - 1), self.tail * self.v, *self.rank_time,
+                 Expression([], self._units(self.problem.rest_s) * self.v)]
         for g, (_, _, seconds) in enumerate(self.problem.ties):
-            holders = mathopt.fast_sum(self.z[g])
-            terms.append(self.v * self._units(seconds) * (holders - 1))
-        self.objective = mathopt.fast_sum(terms) + constant
-        self.model.minimize(self.objective)
-        if math.isfinite(most_s):
-            most = math.floor(most_s / self.unit_s * self.v)
-            self._at_least(most - self.objective, 0)
+            again = total(self.z[g]) - Expression([], 1)
+            parts.append(again * (self.v * self._units(seconds)))
+        objective = total(parts)
+        self.model.minimise(objective)
+        if math.isfinite(self.most_s):
+            most = math.floor(self.most_s / self.unit_s * self.v)
+            self.model.at_least(objective * -1, -most)
 
     # --- lift
 
@@ -349,56 +382,38 @@ class Program:
         """An objective value as seconds of a step."""
         return objective * self.unit_s / self.v
 
-    def lift(self, values: dict[mathopt.Variable, float]) -> Segments:
+    def lift(self, values: list[float]) -> Segments:
         """The stages of a solution."""
-        def value(expression: Expression) -> int:
-            if isinstance(expression, (int, float)):
-                return int(expression)
-            return round(mathopt.evaluate_expression(expression, values))
-        stages: Segments = []
-        for k in range(self.problem.num_stages):
-            stage = []
-            for r, options in enumerate(self.problem.options):
-                for o, option in enumerate(options):
-                    count = value(self.x[k][r][o])
-                    if count:
-                        stage.append((r, count, option.choice))
-            stages.append(stage)
-        return stages
-
-
-def relaxed_bound(problem: StageProblem, least_slowest_s: float) -> float:
-    """Lower bound of the step time from the linear relaxation; inf if that is infeasible."""
-    program = Program(problem, least_slowest_s=least_slowest_s, integer=False)
-    result = mathopt.solve(program.model, mathopt.SolverType.GLOP)
-    reason = result.termination.reason
-    if reason == mathopt.TerminationReason.OPTIMAL:
-        return program.seconds(result.objective_value())
-    if reason in (mathopt.TerminationReason.INFEASIBLE,
-                  mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-        return math.inf
-    return 0.0
+        return [[(r, count, option.choice)
+                 for r, options in enumerate(self.problem.options)
+                 for o, option in enumerate(options)
+                 if (count := round(self.x[k][r][o].value(values)))]
+                for k in range(self.problem.num_stages)]
 
 
 def solve(problem: StageProblem, *, least_slowest_s: float, most_s: float = math.inf,
           deterministic_time: float, time_limit_s: float | None = None) -> Solution:
     """Solve one candidate to optimality, or until the deterministic limit.
 
-    The limit is CP-SAT's deterministic time and the seed and workers are fixed, so that the same problem
-    gives the same answer on every machine; `time_limit_s` is a last resort.
+    The limit is CP-SAT's deterministic time, and seed and workers are fixed, so that the same
+    problem gives the same answer on every machine; `time_limit_s` is a last resort.
     """
-    program = Program(problem, least_slowest_s=least_slowest_s, integer=True, most_s=most_s)
-    parameters = mathopt.SolveParameters(
-        random_seed=0,
-        time_limit=None if time_limit_s is None else timedelta(seconds=time_limit_s),
-        cp_sat=sat_parameters_pb2.SatParameters(
-            num_workers=1, max_deterministic_time=deterministic_time, mip_max_bound=2.0**50))
-    result = mathopt.solve(program.model, mathopt.SolverType.CP_SAT, params=parameters)
-    reason = result.termination.reason
-    if reason == mathopt.TerminationReason.INFEASIBLE:
-        return Solution("infeasible", None, math.inf)
-    bound = program.seconds(result.termination.objective_bounds.dual_bound)
-    if not result.has_primal_feasible_solution():
-        return Solution("unknown", None, bound)
-    status = "optimal" if reason == mathopt.TerminationReason.OPTIMAL else "feasible"
-    return Solution(status, program.lift(result.variable_values()), bound)
+    p = problem.candidate.mesh.pp
+    moments: list[tuple[tuple[int, ...], ...]] = [(problem.first_moment(i),) for i in range(p)]
+    parameters = (f"num_workers:1 random_seed:0 max_deterministic_time:{deterministic_time} "
+                  f"mip_max_bound:{LARGEST} mip_max_activity_exponent:60")
+    while True:
+        program = Program(problem, tuple(moments), least_slowest_s=least_slowest_s, most_s=most_s)
+        result = program.model.solve(integer=True, parameters=parameters,
+                                     time_limit_s=time_limit_s)
+        if result.status == "infeasible":
+            return Solution("infeasible", None, math.inf, math.inf)
+        if result.values is None:
+            return Solution("unknown", None, math.inf, 0.0)
+        segments = program.lift(result.values)
+        more = problem.violated_moments(segments)
+        if not more:
+            return Solution(result.status, segments, program.seconds(result.objective),
+                            program.seconds(result.bound))
+        for i, moment in more:
+            moments[i] = (*moments[i], moment)

@@ -1,8 +1,8 @@
-"""A quick layout for one candidate: balanced stages under a few uniform policies.
+"""A quick layout for one candidate: the filled ranks, made whole.
 
-It seeds the search with a first answer and is what there is when time runs out. Each policy is one choice
-for every layer that allows it; stages are cut so that the slowest is as fast as can be; then each
-rank takes faster choices as far as its memory allows.
+It seeds the search with a first answer, and is what there is when time runs out. The stages are
+those of the filled relaxation (`planner/waterfill.py`) or the best cut; then every rank starts with
+its fastest choices and pays the cheapest seconds per byte, whole layers at a time, until it fits.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.costing import Coster
 from planner.layout import Choice
-from planner.pricing import Evaluation, evaluate
 from planner.problem import Option, StageProblem
 
-__all__ = ["balanced_cut", "greedy", "least_bottleneck"]
+__all__ = ["balanced_cut", "even_cut", "filled_cut", "greedy"]
 
 Segments = list[list[tuple[int, int, Choice]]]
+Counts = dict[tuple[int, int], list[int]]
+"""(stage, run) -> layers with each option."""
 
 
-def _fits(prefix: np.ndarray, limit: float, stages: int) -> list[int] | None:
+def _fits(prefix: list[float], array: np.ndarray, limit: float, stages: int) -> list[int] | None:
     """Cut points of at most `stages` segments of weight <= limit, filled from the front."""
     cuts, start, last = [], 0, len(prefix) - 1
     for stage in range(stages):
-        reach = int(np.searchsorted(prefix, prefix[start] + limit, side="right")) - 1
+        reach = int(array.searchsorted(prefix[start] + limit, side="right")) - 1
         end = min(reach, last - (stages - 1 - stage))  # leave a layer for each that follows
         if end <= start:
             return None
@@ -37,88 +37,107 @@ def _fits(prefix: np.ndarray, limit: float, stages: int) -> list[int] | None:
 def balanced_cut(weights: Sequence[float], stages: int) -> tuple[float, list[int]]:
     """Cut a chain into `stages` non-empty segments whose largest weight is least.
 
-    Returns (that weight, end of each segment); exact to 2^-40 of the whole.
+    Returns (a lower bound of that weight, tight to 2^-30 of the whole; the end of each segment).
     """
-    prefix = np.concatenate([[0.0], np.cumsum(weights)])
-    low = max(float(prefix[-1]) / stages, max(weights))
-    high = float(prefix[-1])
-    tolerance = high * 2.0**-40
-    best = _fits(prefix, low + tolerance, stages)
+    array = np.concatenate([[0.0], np.cumsum(weights)])
+    prefix: list[float] = array.tolist()
+    low = max(prefix[-1] / stages, max(weights))
+    high = prefix[-1] * (1 + 1e-12)
+    best = _fits(prefix, array, low * (1 + 1e-12), stages)
     if best is not None:
         return low, best
-    best = _fits(prefix, high + tolerance, stages)
-    assert best is not None, (len(weights), stages)
-    while high - low > tolerance:
+    best = _fits(prefix, array, high, stages)
+    while high - low > prefix[-1] * 2.0**-30:
         middle = (low + high) / 2
-        cuts = _fits(prefix, middle, stages)
+        cuts = _fits(prefix, array, middle, stages)
         if cuts is None:
             low = middle
         else:
             best, high = cuts, middle
+    assert best is not None  # the whole chain fits the whole weight
     return low, best
 
 
-def least_bottleneck(weights: Sequence[float], stages: int) -> float:
-    """Lower bound of the largest segment weight."""
-    return balanced_cut(weights, stages)[0]
+def even_cut(problem: StageProblem, main: int) -> list[int]:
+    """The end of each stage when all have equally many blocks of the main run."""
+    first, stages = problem.runs[main].first, problem.num_stages
+    each = problem.runs[main].count // stages
+    return [first + each * (k + 1) for k in range(stages - 1)] + [problem.num_layers]
 
 
-def _stages(problem: StageProblem, cuts: list[int], chosen: Sequence[Option]) -> Segments:
-    stages: Segments = []
+def filled_cut(problem: StageProblem, main: int, layers: Sequence[int]) -> list[int] | None:
+    """The end of each stage when rank i has `layers[i]` of the main run; None if one is empty."""
+    first, cuts, end = problem.runs[main].first, [], 0
+    end = first
+    for count in layers:
+        end += count
+        cuts.append(end)
+    cuts[-1] = problem.num_layers
+    return cuts if all(b > a for a, b in zip([0, *cuts], cuts, strict=False)) else None
+
+
+def greedy(problem: StageProblem, cuts: Sequence[int]) -> Segments | None:
+    """Choices for given stages, or None where a rank cannot be made to fit."""
+    counts: Counts = {}
     start = 0
-    for end in cuts:
-        stage = []
+    for k, end in enumerate(cuts):
         for r, run in enumerate(problem.runs):
-            count = min(end, run.first + run.count) - max(start, run.first)
-            if count > 0:
-                stage.append((r, count, chosen[r].choice))
-        stages.append(stage)
+            here = min(end, run.first + run.count) - max(start, run.first)
+            if here > 0:
+                cls = problem.rank_class[k % problem.candidate.mesh.pp]
+                options = problem.options[r]
+                fastest = min(range(len(options)), key=lambda o: options[o].seconds(cls))
+                counts[k, r] = [0] * len(options)
+                counts[k, r][fastest] = here
         start = end
-    return stages
+    for i in range(problem.candidate.mesh.pp):
+        if not _fit_rank(problem, counts, i):
+            return None
+    return [[(r, n, problem.options[r][o].choice)
+             for r in range(len(problem.runs)) if (k, r) in counts
+             for o, n in enumerate(counts[k, r]) if n]
+            for k in range(len(cuts))]
 
 
-def _policies(problem: StageProblem) -> list[list[Option]]:
-    """One option per run for each distinct choice that occurs, nearest where it is not offered."""
-    policies = []
-    choices = dict.fromkeys(o.choice for options in problem.options for o in options)
-    for choice in choices:
-        def distance(option: Option, choice: Choice = choice) -> tuple[bool, bool, bool]:
-            mine = option.choice
-            return (mine.tensor_parallel != choice.tensor_parallel,
-                    mine.recompute != choice.recompute, mine.reshard != choice.reshard)
-        policies.append([min(options, key=distance) for options in problem.options])
-    return policies
+def _fit_rank(problem: StageProblem, counts: Counts, i: int) -> bool:
+    """Move layers of rank i to smaller choices until it fits; each round buys the cheapest."""
+    cls, p = problem.rank_class[i], problem.candidate.mesh.pp
+    moment = problem.worst_moment(i)
+    mine = [(k, r) for k, r in counts if k % p == i]
+    ties = sum(costs[cls].static_bytes for runs, costs, _ in problem.ties
+               if any(r in runs for _, r in mine))
+    ends = {k: max(r for kk, r in mine if kk == k) for k, _ in mine}
+    held = sum(moment[k // p] * max(problem.inside[i][r].held_bytes, problem.after[i][r].held_bytes)
+               for k, r in ends.items() if k + 1 < problem.num_stages)
+    room = problem.capacity_bytes[i] - ties - held
 
+    def size(k: int, option: Option) -> int:
+        memory = option.costs[cls].memory
+        return memory.static_bytes + moment[k // p] * memory.activation_bytes
 
-def greedy(coster: Coster, problem: StageProblem) -> tuple[Evaluation, Segments] | None:
-    """The best of the policies that fits, or None."""
-    best: tuple[Evaluation, Segments] | None = None
-    for chosen in _policies(problem):
-        weights = [chosen[r].seconds(problem.rank_class[0])
-                   for r, run in enumerate(problem.runs) for _ in range(run.count)]
-        _, cuts = balanced_cut(weights, problem.num_stages)
-        stages = _stages(problem, cuts, chosen)
-        result = evaluate(coster, problem.candidate, stages)
-        if not result.fits:
-            continue
-        if best is None or result.step_s < best[0].step_s:
-            best = result, stages
-    return best and _quicken(coster, problem, *best)
-
-
-def _quicken(coster: Coster, problem: StageProblem, result: Evaluation, stages: Segments
-             ) -> tuple[Evaluation, Segments]:
-    """Give every stage in turn the fastest choices that still fit."""
-    candidate = problem.candidate
-    for k in range(len(stages)):
-        for position in range(len(stages[k])):
-            r, count, _ = stages[k][position]
-            cls = problem.rank_class[k % candidate.mesh.pp]
-            for option in sorted(problem.options[r], key=lambda o: o.seconds(cls))[:3]:
-                trial = [list(stage) for stage in stages]
-                trial[k][position] = (r, count, option.choice)
-                outcome = evaluate(coster, candidate, trial)
-                if outcome.fits and outcome.step_s < result.step_s:
-                    result, stages = outcome, trial
-                    break
-    return result, stages
+    for _ in range(len(mine) * 12):
+        used = sum(n * size(k, problem.options[r][o])
+                   for k, r in mine for o, n in enumerate(counts[k, r]) if n)
+        working = max(problem.options[r][o].costs[cls].memory.working_set_bytes
+                      for k, r in mine for o, n in enumerate(counts[k, r]) if n)
+        over = used + working - room
+        if over <= 0:
+            return True
+        best: tuple[float, int, int, int, int, int] | None = None
+        for k, r in mine:
+            options = problem.options[r]
+            for o, n in enumerate(counts[k, r]):
+                for other in range(len(options)) if n else ():
+                    saved = size(k, options[o]) - size(k, options[other])
+                    if saved <= 0:
+                        continue
+                    price = (options[other].seconds(cls) - options[o].seconds(cls)) / saved
+                    if best is None or price < best[0]:
+                        best = price, k, r, o, other, saved
+        if best is None:
+            return False
+        _, k, r, o, other, saved = best
+        moved = min(counts[k, r][o], -(-over // saved))
+        counts[k, r][o] -= moved
+        counts[k, r][other] += moved
+    return False

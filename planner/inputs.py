@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from planner.topology import Topology
     from profiler.layer_graph import LayerGraph
 
-__all__ = ["Checked", "check", "check_seq_len", "make_request", "resolve_model", "topology_name"]
+__all__ = ["Checked", "check", "make_request", "resolve_model", "topology_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def make_request(graph: LayerGraph, fields: Mapping[str, Any]) -> Request:
     if unknown:
         raise InvalidInput(unknown)
     request = parse(Request, fields, "request")
-    check_seq_len(graph, request.seq_len)
+    _check_has_sequence(graph, request.seq_len)
     return request
 
 
@@ -82,15 +82,11 @@ def _only_seq_len(graph: LayerGraph) -> int:
                        f"tokens{most}")
 
 
-def check_seq_len(graph: LayerGraph, seq_len: int) -> None:
-    """Raise InvalidInput where the model takes no sequence of this length."""
-    fixed = graph.fixed_seq_len if graph.sample == "tokens" else graph.fixed_seq_len or 1
-    if fixed is not None and seq_len != fixed:
-        raise InvalidInput(f"sequence length {seq_len:,}: {graph.name} takes {graph.sample}, "
-                           f"for which it is {fixed}")
-    if graph.max_seq_len is not None and seq_len > graph.max_seq_len:
-        raise InvalidInput(f"sequence length {seq_len:,}: {graph.name} takes at most "
-                           f"{graph.max_seq_len:,} tokens in a sample")
+def _check_has_sequence(graph: LayerGraph, seq_len: int) -> None:
+    """Other limits are the search's to check; it sees only a polynomial in the length."""
+    if graph.sample != "tokens" and graph.fixed_seq_len is None and seq_len != 1:
+        raise InvalidInput(f"sequence length {seq_len}: {graph.name} takes {graph.sample}, which "
+                           "have none; leave it out, or give 1")
 
 
 def check(layout: Layout | str | Path, model: Any = None,
@@ -118,7 +114,7 @@ def check(layout: Layout | str | Path, model: Any = None,
         changed += _changed(where, "topology", layout.topology, digest(devices))
     if changed:
         raise InvalidInput(changed)
-    check_seq_len(graph, layout.request.seq_len)
+    _check_has_sequence(graph, layout.request.seq_len)
     layout = replace(
         layout, prediction=None, proof=None, alternatives=(),
         model=Reference(name=model_name, digest=digest(graph)),

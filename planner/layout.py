@@ -33,7 +33,8 @@ class Mesh:
 
     order: the axes from the outermost to the innermost; neighbours along the innermost axis are
         neighbouring devices. Axes left out have degree 1.
-    host_groups: the order in which the topology's host groups are filled (indices; empty: as listed).
+    host_groups: the order in which the topology's host groups are filled (indices; empty: as
+        listed).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -175,8 +176,9 @@ class Prediction:
     """Predicted step time as named terms that add up, and memory per pipeline rank.
 
     replay_s: the same step replayed event by event (its schedule, with sends).
-    mfu: model FLOPs utilisation; model FLOPs are matmuls and attention of one forward and backward, causal
-        attention counted in full, recompute not counted, over the devices' summed dense peak.
+    mfu: model FLOPs utilisation; model FLOPs are matmuls and attention of one forward and backward,
+        causal attention counted in full, recompute not counted, over the devices' summed dense
+        peak.
     sources: how each kind of term was obtained (analytic or measured).
     """
 
@@ -208,10 +210,10 @@ class Alternative:
 class Proof:
     """How far the answer is proven.
 
-    status: OPTIMAL = no layout of the space is faster under the cost model; FEASIBLE = stopped early, at most
-        `gap` (share of step_s) slower than the best; MANUAL = not searched.
-    bound_s: no layout of the space has a shorter step. resolution: relative rounding of the program's
-        integers, the meaning of gap 0.
+    status: OPTIMAL = no layout of the space is faster under the cost model; FEASIBLE = stopped
+        early, at most `gap` (share of step_s) slower than the best; MANUAL = not searched.
+    bound_s: no layout of the space has a shorter step. resolution: relative rounding of the
+        program's integers, the meaning of gap 0.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -2,7 +2,7 @@
 
 `resolve` accepts what a person types or writes:
 
-    llama3-8b                       a model of the catalogue (planner/models/*.json)
+    llama3-8b, llama-3-8b           a model of the catalogue (planner/models/*.json), or an alias
     ./config.json, ./checkpoint/    a Hugging Face config, or the folder that holds one
     profile.json                    a LayerGraph document, as the profiler writes it
     mypkg.models:build              a function that returns an nn.Module and example inputs
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -64,8 +63,8 @@ def resolve(model: str | Path, *, name: str | None = None) -> LayerGraph:
         InvalidInput: a file that holds no model, or a function that builds none.
     """
     text = str(model).strip()
-    if text in names():
-        return _load(MODELS / f"{text}.json")
+    if (known := _catalogue_name(text)) is not None:
+        return _load(MODELS / f"{known}.json")
     path = Path(text)
     if isinstance(model, Path) or text.endswith(SUFFIXES) or path.is_dir():
         return _from_file(path, name)
@@ -75,6 +74,16 @@ def resolve(model: str | Path, *, name: str | None = None) -> LayerGraph:
         raise InvalidInput(f"{text[:200]}: a model file is .json or .yaml, or a folder that "
                            "holds a config.json")
     raise UnknownName("model", text[:80], names(), HINT)
+
+
+def _catalogue_name(text: str) -> str | None:
+    known = names()
+    if text in known:
+        return text
+    from profiler.catalogue import ALIASES
+
+    name = ALIASES.get(text.lower(), text.lower())
+    return name if name in known else None
 
 
 def _load(path: Path) -> LayerGraph:
@@ -126,17 +135,21 @@ def _require_torch(what: str) -> None:
                            f"{error}") from None
 
 
-def catalogue() -> Iterator[CatalogueEntry]:
-    """Every model of the catalogue, by name; the files are read, not validated."""
-    for name in names():
-        data = read_data(MODELS / f"{name}.json")
-        sizes = {kind: {p["name"]: prod(p["shape"]) for p in costs.get("parameters", ())}
-                 for kind, costs in data["kinds"].items()}
-        kinds = [layer["kind"] for layer in data["layers"]]
-        total = sum(sum(sizes[kind].values()) for kind in kinds)
-        repeated = sum(sizes[kinds[layer]][parameter] for tie in data.get("ties", ())
-                       for layer, parameter in tie["places"][1:])
-        yield CatalogueEntry(
-            name=name, num_parameters=total - repeated, num_layers=len(kinds),
-            sample=data.get("sample", "tokens"), max_seq_len=data.get("max_seq_len"),
-            note=data.get("source", {}).get("note", ""))
+def catalogue() -> list[CatalogueEntry]:
+    """Every model of the catalogue, families together; the files are read, not validated."""
+    entries = [_entry(name) for name in names()]
+    return sorted(entries, key=lambda e: (e.name.rsplit("-", 1)[0], e.num_parameters))
+
+
+def _entry(name: str) -> CatalogueEntry:
+    data = read_data(MODELS / f"{name}.json")
+    sizes = {kind: {p["name"]: prod(p["shape"]) for p in costs.get("parameters", ())}
+             for kind, costs in data["kinds"].items()}
+    kinds = [layer["kind"] for layer in data["layers"]]
+    total = sum(sum(sizes[kind].values()) for kind in kinds)
+    repeated = sum(sizes[kinds[layer]][parameter] for tie in data.get("ties", ())
+                   for layer, parameter in tie["places"][1:])
+    return CatalogueEntry(
+        name=name, num_parameters=total - repeated, num_layers=len(kinds),
+        sample=data.get("sample", "tokens"), max_seq_len=data.get("max_seq_len"),
+        note=data.get("source", {}).get("note", ""))

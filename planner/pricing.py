@@ -2,9 +2,9 @@
 
     step = (m - 1/v) * slowest + (sum of t_r) / v + max_r tail_r + rest
 
-with t_r the seconds of pipeline rank r for one micro-batch, `slowest` = max_r t_r (GPipe: max f + max b),
-tail_r what follows the last backward on rank r, and `rest` the reductions of tied parameters and of the
-gradient norm. See `planner/cost/pipeline.py` for the schedules.
+with t_r the seconds of pipeline rank r for one micro-batch, `slowest` = max_r t_r (GPipe: max f +
+max b), tail_r what follows the last backward on rank r, and `rest` the reductions of tied
+parameters and of the gradient norm. See `planner/cost/pipeline.py` for the schedules.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from planner.cost.layer import LayerCost, ParameterCost
 from planner.cost.pipeline import in_flight, pipeline_seconds, replay
 from planner.costing import Candidate, Coster, RankContext, TieCost
 from planner.layout import Choice, Layout, Prediction, Stage, StagePrediction
+from planner.topology import Topology
+from profiler.layer_graph import LayerGraph
 
-__all__ = ["Evaluation", "RankTotal", "candidate_of", "evaluate", "predict", "tail_seconds"]
+__all__ = ["Evaluation", "RankTotal", "candidate_of", "evaluate", "predict", "price", "segments_of",
+           "step_terms", "tail_seconds"]
 
 Segment = Sequence[tuple[int, int, Choice]]
 """One stage: (run index, number of its layers, choice) in order."""
@@ -36,7 +39,7 @@ class RankTotal:
     bytes: dict[str, int] = field(default_factory=dict)
     working_set_bytes: int = 0
     temporary_bytes: int = 0
-    once_gather_s: float = 0.0
+    tied_gather_s: float = 0.0
     reduce_s: float = 0.0
     window_s: float = 0.0
     optimizer_s: float = 0.0
@@ -76,7 +79,6 @@ class RankTotal:
         self._term("parameter_gather", count * (cost.gather_forward_s + cost.gather_backward_s))
         self._term("gradient_reduction", count * cost.reduction_backward_s)
         self.window_s += count * cost.window_s
-        self.once_gather_s += count * cost.once_gather_s
         self._add_parameters(cost.parameters, count)
         memory = cost.memory
         self._bytes("parameters", count * memory.parameter_bytes)
@@ -99,7 +101,7 @@ class RankTotal:
             self.ties.add(group)
             self._bytes("tied_parameters", cost.static_bytes)
             self.temporary_bytes += cost.temporary_bytes
-            self.once_gather_s += cost.once_gather_s
+            self.tied_gather_s += cost.parameters.gather_s
             self._add_parameters(cost.parameters, 1)
 
     @property
@@ -110,7 +112,7 @@ class RankTotal:
         """What follows the last backward."""
         reduction = tail_seconds(self.reduce_s, self.window_s if overlaps else 0.0,
                                  self.context.group.overlap_slowdown)
-        return {"parameter_gather": self.once_gather_s, "gradient_reduction": reduction,
+        return {"parameter_gather": self.tied_gather_s, "gradient_reduction": reduction,
                 "optimizer_step": self.optimizer_s, "gradient_norm": self.norm_s}
 
     def memory_terms(self, moments: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -240,8 +242,8 @@ def predict(coster: Coster, layout: Layout) -> Layout:
                      for k in range(len(layout.stages))]
     stage_backward = [result.ranks[k % mesh.pp].chunk_backward_s[k // mesh.pp]
                       for k in range(len(layout.stages))]
-    terms = _step_terms(result, candidate)
-    tail = terms.pop("_tail")
+    terms = step_terms(result, candidate)
+    tail = max(sum(rank.tail_terms(result.overlaps).values()) for rank in result.ranks)
     replayed = replay(layout.schedule.name, mesh.pp, chunks, layout.num_micro_batches,
                       stage_forward, stage_backward) + tail + sum(result.rest_s.values())
     samples_per_s = layout.request.global_batch / result.step_s
@@ -259,7 +261,21 @@ def predict(coster: Coster, layout: Layout) -> Layout:
         sources={"compute": "analytic", "collectives": "analytic", "memory": "traced"}))
 
 
-def _step_terms(result: Evaluation, candidate: Candidate) -> dict[str, float]:
+def price(graph: LayerGraph, topology: Topology, layout: Layout) -> Layout:
+    """Price any layout, hand-written too.
+
+    Raises:
+        UnsupportedLayout: it is not legal; every violation is listed.
+    """
+    from planner.legality import check_legal, check_request
+
+    coster = Coster(graph, topology, layout.request)
+    check_request(coster)
+    check_legal(coster, layout)
+    return predict(coster, layout)
+
+
+def step_terms(result: Evaluation, candidate: Candidate) -> dict[str, float]:
     """The step as named terms: m micro-batches of the slowest rank, the bubble, tail and rest."""
     ranks = result.ranks
     slowest = max(ranks, key=lambda r: r.micro_batch_s)
@@ -274,7 +290,6 @@ def _step_terms(result: Evaluation, candidate: Candidate) -> dict[str, float]:
     for name, seconds in (longest | result.rest_s).items():
         if seconds:
             terms[name] = terms.get(name, 0.0) + seconds
-    terms["_tail"] = sum(longest.values())
     return terms
 
 

@@ -1,7 +1,7 @@
 """The stage problem of one candidate: what `formulation.py` turns into a program.
 
-For each run of equal layers the choices that can be part of a best answer (dominated ones are left out),
-with their costs on every class of pipeline ranks.
+For each run of equal layers the choices that can be part of a best answer (dominated ones are left
+out), with their costs on every class of pipeline ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from itertools import product
 
 from planner.chain import Run
 from planner.cost.layer import LayerCost
-from planner.cost.pipeline import in_flight
+from planner.cost.pipeline import first_moment, in_flight
 from planner.costing import Candidate, Coster, CutCost, RankContext, TieCost
 from planner.layout import Choice
 from profiler.layer_graph import LayerKind
 
-__all__ = ["Option", "StageProblem", "choices_for", "divisible", "make_problem"]
+__all__ = ["Option", "StageProblem", "choices_for", "divisible", "least_receive", "make_problem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,19 @@ class Option:
         return cost.forward_s + cost.backward_s
 
 
+@dataclass(frozen=True, slots=True)
+class _RankBytes:
+    """fixed: static bytes and working set; chunks: per micro-batch in flight."""
+
+    fixed: int
+    chunks: list[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProblem:
     """All that the cut into stages and the choices depend on.
 
-    options[r]: of run r. rank_class[i], capacity_bytes[i], moments[i]: of pipeline rank i (capacity after
+    options[r]: of run r. rank_class[i], capacity_bytes[i]: of pipeline rank i (capacity after
     context and communicators). inside[i][r], after[i][r]: cuts sent by rank i. ties[g]: (runs that
     hold it, cost per class, seconds of one reduction between ranks). rest_s: constant seconds.
     """
@@ -48,7 +56,6 @@ class StageProblem:
     contexts: tuple[RankContext, ...]
     rank_class: tuple[int, ...]
     capacity_bytes: tuple[int, ...]
-    moments: tuple[tuple[tuple[int, ...], ...], ...]
     inside: tuple[tuple[CutCost, ...], ...]
     after: tuple[tuple[CutCost, ...], ...]
     ties: tuple[tuple[tuple[int, ...], tuple[TieCost, ...], float], ...]
@@ -62,6 +69,67 @@ class StageProblem:
     @property
     def num_stages(self) -> int:
         return self.candidate.mesh.pp * self.candidate.schedule.chunks
+
+    def first_moment(self, rank: int) -> tuple[int, ...]:
+        """What rank holds in flight when its warm-up ends."""
+        candidate = self.candidate
+        return first_moment(candidate.schedule.name, candidate.mesh.pp, candidate.schedule.chunks,
+                            candidate.num_micro_batches, rank)
+
+    def worst_moment(self, rank: int) -> tuple[int, ...]:
+        """The moment of the schedule with the most in flight."""
+        candidate = self.candidate
+        moments = in_flight(candidate.schedule.name, candidate.mesh.pp, candidate.schedule.chunks,
+                            candidate.num_micro_batches, rank)
+        return max(moments, key=sum) if len(moments) > 1 else moments[0]
+
+    def violated_moments(self, segments: Sequence[Sequence[tuple[int, int, Choice]]]
+                         ) -> list[tuple[int, tuple[int, ...]]]:
+        """(rank, moment) of the worst moment of each rank that does not fit, beyond the first one.
+
+        Only interleaved schedules have more than one.
+        """
+        p, v = self.candidate.mesh.pp, self.candidate.schedule.chunks
+        if v == 1:
+            return []
+        violated = []
+        for i in range(p):
+            used = self._rank_bytes(segments, i)
+            chunks = used.chunks
+            worst = max(in_flight(self.candidate.schedule.name, p, v,
+                                  self.candidate.num_micro_batches, i),
+                        key=lambda n: sum(a * b for a, b in zip(n, chunks, strict=True)))
+            held = sum(a * b for a, b in zip(worst, chunks, strict=True))
+            if used.fixed + held > self.capacity_bytes[i]:
+                violated.append((i, worst))
+        return violated
+
+    def _rank_bytes(self, segments: Sequence[Sequence[tuple[int, int, Choice]]], i: int
+                    ) -> _RankBytes:
+        cls, p = self.rank_class[i], self.candidate.mesh.pp
+        fixed = working = 0
+        chunks, held = [], set()
+        for k in range(i, len(segments), p):
+            chunk = 0
+            for r, count, choice in segments[k]:
+                memory = next(o for o in self.options[r] if o.choice == choice).costs[cls].memory
+                fixed += count * memory.static_bytes
+                working = max(working, memory.working_set_bytes)
+                chunk += count * memory.activation_bytes
+                held |= {g for g, (runs, _, _) in enumerate(self.ties) if r in runs}
+            if k + 1 < len(segments):
+                chunk += self.cut_after(segments[:k + 1], i).held_bytes
+            chunks.append(chunk)
+        fixed += sum(self.ties[g][1][cls].static_bytes for g in held)
+        return _RankBytes(fixed + working, chunks)
+
+    def cut_after(self, segments: Sequence[Sequence[tuple[int, int, Choice]]], sender: int
+                  ) -> CutCost:
+        """The cut behind the last of some first stages."""
+        last = segments[-1][-1][0]
+        done = sum(count for stage in segments for r, count, _ in stage if r == last)
+        table = self.after if done == self.runs[last].count else self.inside
+        return table[sender][last]
 
 
 def divisible(kind: LayerKind, tp: int, *, replicate_kv_heads: bool, pad_vocabulary: bool
@@ -106,7 +174,7 @@ def _vector(option: Option, keep_window: bool) -> tuple[float, ...]:
     values: list[float] = []
     for cost in option.costs:
         memory = cost.memory
-        values += [cost.forward_s, cost.backward_s, cost.once_gather_s, cost.parameters.reduce_s,
+        values += [cost.forward_s, cost.backward_s, cost.parameters.reduce_s,
                    cost.parameters.optimizer_s + cost.parameters.norm_s, memory.static_bytes,
                    memory.activation_bytes, memory.working_set_bytes,
                    memory.optimizer_temporary_bytes]
@@ -118,8 +186,8 @@ def _vector(option: Option, keep_window: bool) -> tuple[float, ...]:
 def _undominated(options: Sequence[Option], keep_window: bool) -> tuple[Option, ...]:
     """Without those that another equals or beats in every respect (the first of equals stays).
 
-    A larger window hides more of the last reduction, but on a lone rank a layer that is slower by x costs
-    m*x in the micro-batches and hides at most x of it, so there the window need not be kept.
+    A larger window hides more of the last reduction, but on a lone rank a layer that is slower by x
+    costs m*x in the micro-batches and hides at most x of it, so there the window need not be kept.
     """
     kept: list[tuple[tuple[float, ...], Option]] = []
     for option in sorted(options, key=lambda o: _vector(o, keep_window)):
@@ -131,23 +199,11 @@ def _undominated(options: Sequence[Option], keep_window: bool) -> tuple[Option, 
 
 def make_problem(coster: Coster, candidate: Candidate) -> StageProblem:
     """The stage problem of a candidate."""
-    mesh, schedule = candidate.mesh, candidate.schedule
+    mesh = candidate.mesh
     contexts, rank_class = coster.contexts(mesh)
     overlaps = coster.overlaps(mesh)
     options = _options(coster, candidate, contexts, overlaps and mesh.pp > 1)
-    senders = range(mesh.pp) if not coster.topology.is_uniform else (0,)
-    none = CutCost()
-    inside, after = [], []
-    for sender in senders if mesh.pp > 1 else ():
-        can_send = sender < mesh.pp - 1 or schedule.chunks > 1
-        inside.append(tuple(coster.cut(r.inside, candidate, sender) if r.inside and can_send
-                            else none for r in coster.chain.runs))
-        after.append(tuple(coster.cut(r.after, candidate, sender) if r.after and can_send
-                           else none for r in coster.chain.runs))
-    if len(inside) < mesh.pp:
-        blank = tuple(none for _ in coster.chain.runs)
-        inside = (inside or [blank]) * mesh.pp
-        after = (after or [blank]) * mesh.pp
+    inside, after = _cuts(coster, candidate)
     run_of_layer = {run.first: index for index, run in enumerate(coster.chain.runs)}
     ties = tuple(
         (tuple(dict.fromkeys(run_of_layer[layer] for layer, _ in places)),
@@ -156,11 +212,9 @@ def make_problem(coster: Coster, candidate: Candidate) -> StageProblem:
         for group, places in enumerate(coster.chain.tied_places))
     return StageProblem(
         candidate=candidate, runs=coster.chain.runs, options=options, contexts=contexts,
-        rank_class=rank_class, inside=tuple(inside), after=tuple(after), ties=ties,
+        rank_class=rank_class, inside=inside, after=after, ties=ties,
         capacity_bytes=tuple(contexts[c].capacity_bytes - contexts[c].overhead_bytes
                              for c in rank_class),
-        moments=tuple(in_flight(schedule.name, mesh.pp, schedule.chunks,
-                                candidate.num_micro_batches, r) for r in range(mesh.pp)),
         overlaps=overlaps, rest_s=coster.norm_latency_s(mesh))
 
 
@@ -168,6 +222,7 @@ def _options(coster: Coster, candidate: Candidate, contexts: tuple[RankContext, 
              keep_window: bool) -> tuple[tuple[Option, ...], ...]:
     """The undominated options of every run; candidates that differ only in pp often share them."""
     key = (contexts, candidate.mesh.tp, candidate.mesh.dp_shard, candidate.micro_batch,
+           candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1,
            candidate.each_micro_batch, candidate.unsharded_gradients, keep_window)
     if key not in coster.option_cache:
         coster.option_cache[key] = tuple(
@@ -178,3 +233,36 @@ def _options(coster: Coster, candidate: Candidate, contexts: tuple[RankContext, 
             for run in coster.chain.runs)
     options: tuple[tuple[Option, ...], ...] = coster.option_cache[key]
     return options
+
+
+Cuts = tuple[tuple[CutCost, ...], ...]
+
+
+def _cuts(coster: Coster, candidate: Candidate) -> tuple[Cuts, Cuts]:
+    """(inside, after) of every run, per sending rank."""
+    mesh, none = candidate.mesh, CutCost()
+    runs = coster.chain.runs
+    if mesh.pp == 1:
+        return ((none,) * len(runs),), ((none,) * len(runs),)
+    senders = (0,) if coster.topology.is_uniform else tuple(range(mesh.pp))
+    tables: list[Cuts] = []
+    for name in ("inside", "after"):
+        rows = []
+        for sender in senders:
+            sends = sender < mesh.pp - 1 or candidate.schedule.chunks > 1
+            rows.append(tuple(
+                coster.cut(crossing, candidate, sender)
+                if sends and (crossing := getattr(run, name)) is not None else none
+                for run in runs))
+        tables.append(tuple(rows) * (mesh.pp if len(senders) == 1 else 1))
+    return tables[0], tables[1]
+
+
+def least_receive(problem: StageProblem) -> tuple[float, float]:
+    """Least seconds that any cut costs forward and backward."""
+    last = problem.candidate.mesh.pp - (problem.candidate.schedule.chunks == 1)
+    cuts = [cost for rows in (problem.inside, problem.after)
+            for row in {id(row): row for row in rows[:last]}.values()
+            for run, cost in zip(problem.runs, row, strict=True)
+            if (run.inside if rows is problem.inside else run.after) is not None]
+    return min(c.forward_s for c in cuts), min(c.backward_s for c in cuts)

@@ -40,8 +40,8 @@ class Precision:
         return self.compute_bytes != self.stored_bytes
 
 
-# FSDP2's MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32) keeps fp32 parameters, gradients and
-# moments (16 bytes a parameter) and gathers bf16 copies: with the copy, Megatron's 18 bytes.
+# FSDP2's MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32) keeps fp32 parameters, gradients
+# and moments (16 bytes a parameter) and gathers bf16 copies: with the copy, Megatron's 18 bytes.
 PRECISIONS = {
     "bf16-mixed": Precision(dtype="bfloat16", stored_bytes=4, compute_bytes=2, gradient_bytes=4,
                             reduce_bytes=4, state_bytes=4),
@@ -62,8 +62,8 @@ class Request:
     """What is to be trained, how, and what the planner must keep to.
 
     global_batch: samples per optimizer step. seq_len: tokens per sample (1 for images).
-    memory_margin: share of each device's memory left free. Runs planned to the last byte fail now and
-        then (30-60 % of them in NVIDIA-NeMo/Megatron-Bridge#3107, which advises 8-10 %).
+    memory_margin: share of each device's memory left free. Runs planned to the last byte fail now
+        and then (30-60 % of them in NVIDIA-NeMo/Megatron-Bridge#3107, which advises 8-10 %).
     fused_optimizer: the update needs no temporary copies of the local shard.
     The degrees, where given, are demanded of every layout considered.
     """

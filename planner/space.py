@@ -1,20 +1,22 @@
 """The space of candidates: every mesh, micro-batch and schedule that is legal for a request.
 
-Level 1 is a table of (tp, pp, dp, micro-batch), built and bounded with numpy; level 2 expands one row into
-its candidates: schedules and chunks, the split of dp into replicas and shards, when gradients are reduced,
-and how the axes lie over the devices. Placements that no cost can tell apart are counted, and one of
-them kept.
+Level 1 is a table of (tp, pp, dp, micro-batch), built and bounded with numpy; level 2 expands one
+row into meshes: the split of dp into replicas and shards, and how the axes lie over the devices (of
+placements that no cost can tell apart one is kept); level 3 a mesh into candidates: schedules and
+chunks, and when gradients are reduced.
 
 Left out because another candidate is never slower and never needs more memory: GPipe where 1F1B is
-legal, gradients reduced after each micro-batch where there is one micro-batch or nothing is sharded.
+legal, gradients reduced after each micro-batch where there is one micro-batch or nothing is
+sharded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
-from math import prod
+from math import factorial, prod
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +25,8 @@ from planner.layout import Axis, Mesh, Schedule
 from planner.problem import divisible
 from profiler.errors import InvalidInput
 
-__all__ = ["Row", "divisors", "expand", "host_group_orders", "legal_tensor_degrees", "rows"]
+__all__ = ["Row", "candidates", "divisors", "host_group_orders", "legal_tensor_degrees", "meshes",
+           "rows", "space_size"]
 
 MAX_GROUP_ORDERS = 24
 """Host-group orders tried: all of them up to four groups, else as listed, reversed and by speed."""
@@ -49,12 +52,13 @@ def divisors(number: int) -> list[int]:
 def legal_tensor_degrees(coster: Coster, most: int) -> list[int]:
     """Degrees up to `most` that divide layers with at least half of the model's FLOPs.
 
-    The other layers are held whole. Sequence parallelism also needs the degree to divide the sequence.
+    The other layers are held whole. Sequence parallelism also needs the degree to divide the
+    sequence.
     """
     graph, capabilities = coster.graph, coster.capabilities
     work = {name: sum(op.flops.at(1, coster.seq_len) for op in kind.ops)
             for name, kind in graph.kinds.items()}
-    counts = {name: 0 for name in graph.kinds}
+    counts = dict.fromkeys(graph.kinds, 0)
     for layer in graph.layers:
         counts[layer.kind] += 1
     total = sum(work[name] * counts[name] for name in work)
@@ -174,30 +178,59 @@ def schedules(coster: Coster, row: Row) -> Iterator[Schedule]:
         yield Schedule(name="gpipe")
     multiple = coster.capabilities.interleaved_micro_batches == "any" or m % pp == 0
     if pp > 1 and "interleaved" in legal and multiple and wanted in (None, "interleaved"):
-        for chunks in range(2, coster.chain.num_layers // pp + 1):
+        for chunks in coster.chain.chunks(pp):
             yield Schedule(name="interleaved", chunks=chunks)
 
 
-def expand(coster: Coster, row: Row) -> Iterator[Candidate]:
-    """The candidates of a row, in a fixed order; equal placements once (see `placements`)."""
+def meshes(coster: Coster, row: Row) -> Iterator[Mesh]:
+    """The meshes of a row, in a fixed order; placements that cost the same once."""
     request = coster.request
     for shard in divisors(row.dp):
         replicate = row.dp // shard
-        if request.dp_shard not in (None, shard) or request.dp_replicate not in (None, replicate):
-            continue
-        syncs: list[str] = ["last_micro_batch"]
-        allowed = row.pp == 1 or coster.capabilities.gradient_sync_per_micro_batch_with_pipeline
-        if shard > 1 and row.num_micro_batches > 1 and allowed:
-            syncs.append("each_micro_batch")
-        meshes = placements(coster, row, replicate, shard)
-        for schedule in schedules(coster, row):
-            for sync in syncs:
-                for mesh in meshes:
-                    yield Candidate(
-                        mesh=mesh, micro_batch=row.micro_batch,
-                        num_micro_batches=row.num_micro_batches,
-                        schedule=Schedule(name=schedule.name, chunks=schedule.chunks,
-                                          gradient_sync=sync))  # type: ignore[arg-type]
+        if request.dp_shard in (None, shard) and request.dp_replicate in (None, replicate):
+            yield from placements(coster, row, replicate, shard)
+
+
+def candidates(coster: Coster, row: Row, mesh: Mesh) -> Iterator[Candidate]:
+    """The candidates of a row on a mesh: schedules, and when gradients are reduced."""
+    syncs: list[Literal["last_micro_batch", "each_micro_batch"]] = ["last_micro_batch"]
+    allowed = row.pp == 1 or coster.capabilities.gradient_sync_per_micro_batch_with_pipeline
+    if mesh.dp_shard > 1 and row.num_micro_batches > 1 and allowed:
+        syncs.append("each_micro_batch")
+    for schedule in schedules(coster, row):
+        for sync in syncs:
+            yield Candidate(mesh=mesh, micro_batch=row.micro_batch,
+                            num_micro_batches=row.num_micro_batches,
+                            schedule=replace(schedule, gradient_sync=sync))
+
+
+def space_size(coster: Coster, table: dict[str, np.ndarray]) -> int:
+    """How many candidates the rows have, placements that cost the same included.
+
+    Each candidate stands for every cut into stages and every choice of the layers.
+    """
+    orders = len(host_group_orders(coster))
+    splits: dict[tuple[int, bool, bool, bool], int] = {}
+    names = ("tp", "pp", "dp", "micro_batch", "num_micro_batches")
+    size = 0
+    by_schedule: dict[tuple[int, int], int] = {}
+    for values in zip(*(table[name].tolist() for name in names), strict=True):
+        row = Row(*values)
+        key = (row.dp, row.tp > 1, row.pp > 1, row.num_micro_batches > 1)
+        if key not in splits:
+            splits[key] = sum(_orders(row, shard) for shard in divisors(row.dp))
+        pair = (row.pp, row.num_micro_batches)
+        if pair not in by_schedule:
+            by_schedule[pair] = sum(1 for _ in schedules(coster, row))
+        size += splits[key] * by_schedule[pair] * orders
+    return size
+
+
+def _orders(row: Row, shard: int) -> int:
+    """Orders of the axes times ways to synchronise gradients, for one split of dp."""
+    active = sum(degree > 1 for degree in (row.pp, row.dp // shard, shard, row.tp))
+    syncs = 2 if shard > 1 and row.num_micro_batches > 1 and row.pp == 1 else 1
+    return factorial(active) * syncs
 
 
 def placements(coster: Coster, row: Row, replicate: int, shard: int) -> list[Mesh]:

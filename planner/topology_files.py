@@ -40,7 +40,7 @@ from profiler.device import Device, load_device
 from profiler.documents import STRICT, parse, read_data
 from profiler.errors import InvalidInput, UnknownName
 
-__all__ = ["MAX_TOPOLOGY_BYTES", "names", "resolve"]
+__all__ = ["MAX_TOPOLOGY_BYTES", "PRESETS", "describe", "names", "resolve"]
 
 PRESETS = Path(__file__).parent / "topologies"
 SUFFIXES = (".json", ".yaml", ".yml")
@@ -101,6 +101,22 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PRESETS.glob("*.json")))
 
 
+def describe(topology: str | Path | Topology) -> str:
+    """One line: devices, memory, the link between them and the network of a host."""
+    lines = []
+    for group in resolve(topology).hosts:
+        hosts = f"{group.count:,} hosts of " if group.count > 1 else ""
+        bus = group.device_link.aggregate_bytes_per_s
+        shared = f" ({bus / 1e9:g} together)" if bus else ""
+        gigabits = group.network_card.bandwidth_bytes_per_s * 8 / 1e9
+        lines.append(
+            f"{hosts}{group.devices_per_host} x {group.device.name}, "
+            f"{group.device.memory_bytes / 2**30:.1f} GiB each, "
+            f"{group.device_link.bandwidth_bytes_per_s / 1e9:g} GB/s{shared} between them, "
+            f"network {group.cards_per_host} x {gigabits:g} Gb/s")
+    return "; ".join(lines)
+
+
 def resolve(topology: str | Path | Topology) -> Topology:
     """The topology of a name, a file or itself.
 
@@ -151,7 +167,9 @@ def _local(parts: list[tuple[str, int | None]]) -> Topology:
 @functools.cache
 def _preset(name: str) -> dict[str, Any]:
     if name not in names():
-        raise UnknownName("topology", name[:80], (*names(), "local"), HINT)
+        known = (*names(), "local")
+        near = [preset for preset in known if name.lower() in preset]
+        raise UnknownName("topology", name[:80], near or known, HINT)
     data: dict[str, Any] = read_data(PRESETS / f"{name}.json")
     return data
 

@@ -1,7 +1,7 @@
 """Device kinds: what one accelerator (or CPU socket) can do, with the source of every figure.
 
-The shipped files lie in `profiler/devices/*.json`. A file says for each figure whether it was measured
-or cited (`sources`); a measured file of the same name replaces a cited one.
+The shipped files lie in `profiler/devices/*.json`. A file says for each figure (`sources`) whether
+it was measured, cited, interpolated from what is cited, or assumed.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ def device_names() -> tuple[str, ...]:
 @functools.cache
 def load_device(name: str) -> Device:
     """A shipped device by name."""
-    if name not in device_names():
-        raise UnknownName("device", name, device_names())
+    known = device_names()
+    if name not in known:
+        near = [device for device in known if name.lower() in device]  # "h100": both of them
+        raise UnknownName("device", name[:80], near or known)
     return load(Device, DEVICES / f"{name}.json")

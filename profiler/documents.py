@@ -1,7 +1,7 @@
 """Reading and writing the JSON and YAML documents that pass between the packages.
 
-A record is a frozen dataclass with `__pydantic_config__ = STRICT`; `parse` turns untrusted text into
-one, `dump` turns it back into canonical bytes (sorted keys, no NaN), so that equal records are
+A record is a frozen dataclass with `__pydantic_config__ = STRICT`; `parse` turns untrusted text
+into one, `dump` turns it back into canonical bytes (sorted keys, no NaN), so that equal records are
 equal bytes. Nothing here evaluates or unpickles anything.
 """
 
@@ -13,12 +13,15 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from profiler.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import yaml
 
 __all__ = ["MAX_BYTES", "STRICT", "adapter", "digest", "dump", "load", "parse", "read_data",
            "schema", "to_data", "write_atomically"]
@@ -28,15 +31,23 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null"
 MAX_BYTES = 32 * 2**20
 """Largest document read. The largest honest one (a profile of a 126-layer model) is below 2 MiB."""
 
+MAX_DEPTH = 64
+"""Deepest nesting read from YAML, whose parser takes minutes over a few thousand levels. The
+deepest honest document has about ten."""
+
 MAX_PROBLEMS = 12
 """How many violations one message lists before it says how many more there are."""
 
 Record = TypeVar("Record")
 
 
-@functools.cache
-def adapter(record: type[Record]) -> TypeAdapter[Record]:
+def adapter(record: Any) -> TypeAdapter[Any]:
     """The pydantic adapter that validates data into `record`."""
+    return _adapter(record)
+
+
+@functools.cache
+def _adapter(record: Any) -> TypeAdapter[Any]:
     return TypeAdapter(record)
 
 
@@ -70,21 +81,42 @@ def read_data(path: str | Path) -> Any:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return from_json(text, allow_inf_nan=False)
+        from_json(text, allow_inf_nan=False)  # bounds the nesting, which json does not
+        return json.loads(text, object_pairs_hook=_unique)
     except ValueError as error:
         raise InvalidInput(f"{where}: malformed JSON: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; a key given twice would silently lose its first value."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        raise ValueError(f"key {_repeated([key for key, _ in pairs])!r} is given twice")
+    return data
+
+
+def _repeated(keys: list[str]) -> str | None:
+    """The first key that occurs a second time."""
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            return key
+        seen.add(key)
+    return None
 
 
 def _parse_yaml(text: str, where: str) -> Any:
     import yaml
 
     try:
+        _check_tokens(text, where)
         loader = yaml.SafeLoader(text)
         try:
-            for token in yaml.scan(text, Loader=yaml.SafeLoader):
-                if isinstance(token, yaml.AliasToken):
-                    raise InvalidInput(f"{where}: YAML aliases are not accepted; write it out")
-            return loader.get_single_data()
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check_keys(node)
+            return loader.construct_document(node)
         finally:
             loader.dispose()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -92,14 +124,43 @@ def _parse_yaml(text: str, where: str) -> Any:
         raise InvalidInput(f"{where}: malformed YAML: {message}") from None
 
 
+def _check_tokens(text: str, where: str) -> None:
+    """Refuse aliases and deep nesting before anything is built."""
+    import yaml
+
+    opening = (yaml.BlockMappingStartToken, yaml.BlockSequenceStartToken,
+               yaml.FlowMappingStartToken, yaml.FlowSequenceStartToken)
+    closing = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
+    depth = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if isinstance(token, yaml.AliasToken):
+            raise InvalidInput(f"{where}: YAML aliases are not accepted; write it out")
+        depth += isinstance(token, opening) - isinstance(token, closing)
+        if depth > MAX_DEPTH:
+            raise InvalidInput(f"{where}: nested deeper than {MAX_DEPTH} levels")
+
+
+def _check_keys(node: yaml.Node) -> None:
+    """Refuse a mapping that gives a key twice, anywhere below `node`."""
+    if isinstance(node.value, str):
+        return
+    pairs = [item for item in node.value if isinstance(item, tuple)]
+    repeated = _repeated([str(key.value) for key, _ in pairs])
+    if repeated is not None:
+        raise ValueError(f"key {repeated!r} is given twice")
+    for item in node.value:
+        _check_keys(item[1] if isinstance(item, tuple) else item)
+
+
 def parse(record: type[Record], data: Any, where: str) -> Record:
     """Validate plain data into a record; every violation is listed in the error."""
     try:
-        return adapter(record).validate_python(data)
+        parsed: Record = adapter(record).validate_python(data)
     except ValidationError as error:
         raise InvalidInput(_explain(error, where)) from None
     except RecursionError:
         raise InvalidInput(f"{where}: nested too deeply") from None
+    return parsed
 
 
 def _explain(error: ValidationError, where: str) -> list[str]:
@@ -164,10 +225,10 @@ def write_atomically(path: str | Path, text: str) -> None:
                 os.fsync(file.fileno())
             umask = os.umask(0)
             os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
-            os.replace(temporary, path)
+            Path(temporary).chmod(0o666 & ~umask)
+            Path(temporary).replace(path)
         except BaseException:
-            os.unlink(temporary)
+            Path(temporary).unlink()
             raise
     except OSError as error:
         raise InvalidInput(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -7,6 +7,7 @@ the model type has of: sequence to sequence, masked, causal, image classificatio
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,19 +54,35 @@ def trace_hugging_face(config: Mapping[str, Any] | str | Path, *, name: str | No
         config = read_data(path)
         if not isinstance(config, Mapping):
             raise InvalidInput(f"{path}: a config is a JSON object")
-    model, task, built = build_model(config)
+    with _quiet():
+        model, task, built = build_model(config)
     max_seq_len = _first_int(built, _LONGEST) if task != "images" else None
     experts = {module.gate_up_proj.shape[0] for module in model.modules() if is_experts(module)}
+    top_k = _first_int(built, ("num_experts_per_tok", "num_experts_per_token", "moe_topk")) or 1
+    shares = [count // math.gcd(count, top_k) for count in experts]  # rows must come out whole
     window = _first_int(built, ("sliding_window",)) if getattr(
         built, "use_sliding_window", True) else None
     kept = {key: value for key, value in config.items() if key not in _IGNORED}
     source = ModelSource(hugging_face_class=type(model).__name__, hugging_face_config=kept,
                          note=note)
-    with _whole_samples():
+    with _quiet(), _whole_samples():
         return trace_module(
             model, _input_maker(task, built), name=name or str(config.get("model_type")),
             sample="images" if task == "images" else "tokens", max_seq_len=max_seq_len,
-            source=source, window=window, rows_multiple=math.lcm(*experts) if experts else 1)
+            source=source, window=window, rows_multiple=math.lcm(*shares))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the advice that transformers prints about training and generation."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager
@@ -113,7 +130,8 @@ def build_model(config: Mapping[str, Any]) -> tuple[nn.Module, Task, Any]:
         if isinstance(count, int) and not 0 < count <= MAX_LAYERS:
             raise InvalidInput(f"config: {key} is {count}; it must lie in 1..{MAX_LAYERS}")
     task, class_name = _pick_class(model_type, config.get("architectures"))
-    values = {key: value for key, value in config.items() if key not in _IGNORED | {"model_type"}}
+    values = copy.deepcopy({key: value for key, value in config.items()  # transformers edits it
+                            if key not in _IGNORED | {"model_type"}})
     try:
         built = CONFIG_MAPPING[model_type](**values)
         built.use_cache = False

@@ -21,19 +21,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import networkx as nx
 from annotated_types import Ge, Len, MaxLen
 from pydantic import ConfigDict
 
 from profiler.documents import STRICT
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 __all__ = ["AttentionShape", "Edge", "Extent", "Layer", "LayerGraph", "LayerKind", "MatmulShape",
            "ModelSource", "Op", "Parameter", "Split", "TensorGroup", "TensorParallel", "Tie",
            "VERSION"]
 
-VERSION = 1
+VERSION: Literal[1] = 1
 
 Split = Literal["column", "row", "heads", "feature", "sequence", "vocabulary", "gathered",
                 "replicated"]
@@ -59,10 +61,9 @@ class Extent:
         return f[0] + s * (f[1] + s * f[2]) + micro_batch * (p[0] + s * (p[1] + s * p[2]))
 
     def __add__(self, other: Extent) -> Extent:
-        add = tuple[int, int, int]
-        return Extent(fixed=add(x + y for x, y in zip(self.fixed, other.fixed, strict=True)),
-                      per_sample=add(x + y for x, y in zip(self.per_sample, other.per_sample,
-                                                          strict=True)))
+        (a, b, c), (d, e, f) = self.fixed, other.fixed
+        (p, q, r), (s, t, u) = self.per_sample, other.per_sample
+        return Extent(fixed=(a + d, b + e, c + f), per_sample=(p + s, q + t, r + u))
 
 
 NOTHING = Extent()
@@ -102,9 +103,10 @@ class AttentionShape:
 class Op:
     """One operation of a layer, or several small ones of one module taken together.
 
-    flops count a multiply-add as 2 (as `torch.utils.flop_counter`), attention in full even if causal.
-    Elements moved (read + written) are of the compute dtype; bytes moved are of tensors whose
-    dtype is fixed (indices, masks, float32 statistics). Backward covers both gradients.
+    flops count a multiply-add as 2 (as `torch.utils.flop_counter`), attention in full even if
+    causal. Elements moved (read + written) are of the compute dtype; bytes moved are of
+    tensors whose dtype is fixed (indices, masks, float32 statistics). Backward covers both
+    gradients.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -167,8 +169,8 @@ class TensorParallel:
     `divides` maps a named dimension (heads, kv_heads, ffn, vocabulary, experts, ...) to its size;
     a legal degree divides each, `kv_heads` excepted where the executor replicates KV heads, and
     `vocabulary` excepted where it pads. `entries` are the elements of each activation that enters
-    a column region (gathered forward, its gradient reduced backward); `exits` of each that leaves a row
-    region (reduced forward, its gradient gathered backward).
+    a column region (gathered forward, its gradient reduced backward); `exits` of each that leaves
+    a row region (reduced forward, its gradient gathered backward).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -316,6 +318,8 @@ class LayerGraph:
 
     def graph(self) -> nx.MultiDiGraph:
         """The DAG of layers: nodes are indices with `name` and `kind`, edges carry `edge`."""
+        import networkx as nx  # a quarter of a second that planning does not need
+
         graph = nx.MultiDiGraph(name=self.name)
         for index, layer in enumerate(self.layers):
             graph.add_node(index, name=layer.name, kind=layer.kind)

@@ -1,22 +1,25 @@
 """From an nn.Module to its LayerGraph, without allocating a weight.
 
-The model runs forward and backward on fake tensors at a few micro-batches and sequence lengths (see
-`trace_fit`), every operation is attributed to a layer (see `trace_partition` for what a layer is), and
-layers whose costs are equal share a kind. Nothing that runs is left out:
+The model runs forward and backward on fake tensors at a few micro-batches and sequence lengths
+(see `trace_fit`), every operation is attributed to a layer (see `trace_partition` for what a
+layer is), and layers whose costs are equal share a kind. Nothing that runs is left out:
 
     - Work outside every layer module (a residual sum, a loss, a position table, a mask) belongs to
       the layer called before it, or to the first layer. The loss thus belongs to the head.
     - A parameter outside every called layer module belongs to the first layer whose work reads it;
       its name there starts with "/" and is fully qualified.
     - A tensor that several layers save is listed once: by the first that has it as its input.
-    - Tensors that depend neither on a sample nor on a parameter (rotary tables, masks) make no
-      edge, since every stage can rebuild them; if saved, the layer that made them lists them.
+    - Tensors that depend on no parameter (rotary tables, masks, shifted labels) make no edge, since
+      every stage can rebuild them from the sample. One that depends on no sample either
+      is listed, if saved, by the layer that made it.
 
-Sizes hold for sequences up to the model's sliding window, if it has one: within it, attention is full.
+Sizes hold for sequences up to the model's sliding window, if it has one: within it, attention is
+full.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,13 +30,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from profiler.errors import InternalError, InvalidInput
+from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph, ModelSource
 from profiler.trace_build import build_graph
+from profiler.trace_events import Run
 from profiler.trace_fake import COMPUTE_DTYPE, fake_parameters
 from profiler.trace_fit import Fit, image_points, token_points
 from profiler.trace_partition import find_layers, signature
-from profiler.trace_run import Run, record
+from profiler.trace_run import record
 
 __all__ = ["InputMaker", "Sample", "trace", "trace_function", "trace_module"]
 
@@ -50,9 +54,10 @@ def trace(model: nn.Module | Callable[[], Any], example_inputs: Any = None, *, n
           source: ModelSource | None = None) -> LayerGraph:
     """Trace any module, or what a function returns: a module and example inputs.
 
-    example_inputs: a tensor, a tuple of arguments, or a dict of keyword arguments; only shapes and types
-        matter. Dim 0 of each tensor is the batch; where `sample` is "tokens" (the default if the
-        first tensor is 2-D and integer), dim 1 is the sequence wherever it has its length.
+    example_inputs: a tensor, a tuple of arguments, or a dict of keyword arguments; only shapes
+        and types matter. Dim 0 of each tensor is the batch; where `sample` is "tokens"
+        (the default if the first tensor is 2-D and integer), dim 1 is the sequence wherever it has
+        its length.
     max_seq_len: the longest sequence the model takes, where it is limited.
 
     Raises:
@@ -124,7 +129,7 @@ def trace_module(model: nn.Module, make_inputs: InputMaker, *, name: str, sample
     with warnings.catch_warnings(), mode, fake_parameters(model) as fakes:
         warnings.simplefilter("ignore")
         signatures = {path: signature(module) for path, module in layers.items()}
-        runs = [record(model, layers, signatures, fakes, lambda b=b, s=s: make_inputs(b, s))
+        runs = [record(model, layers, signatures, fakes, functools.partial(make_inputs, b, s))
                 for b, s in points]
     _same_structure(runs)
     reference = (1, min(max_seq_len or 4096, 4096) if sample == "tokens" else 1)
@@ -133,12 +138,13 @@ def trace_module(model: nn.Module, make_inputs: InputMaker, *, name: str, sample
 
 
 def _step(name: str, max_seq_len: int | None, window: int | None, multiple: int) -> int:
-    limit = min(length for length in (max_seq_len, window, 1 << 30) if length) // 4
+    shorter = window - 1 if window else None  # as long as the window, masks are written out
+    limit = min(length for length in (max_seq_len, shorter, 1 << 30) if length) // 4
     step = min(limit, max(USUAL_STEP, multiple))
     step -= step % (multiple if multiple > 1 else 2)
     if step < 2:
-        raise InvalidInput(f"{name}: sequences of {4 * max(2, multiple)} tokens are needed to trace "
-                           f"it, and it takes at most {limit * 4}")
+        raise InvalidInput(f"{name}: sequences of {4 * max(2, multiple)} tokens are needed to "
+                           f"trace it, and it takes at most {limit * 4}")
     return step
 
 
@@ -155,7 +161,8 @@ def _same_structure(runs: Sequence[Run]) -> None:
         if found != expected:
             where = next((f"{a[0]} in {a[3] or 'the model'}" for a, b in
                           zip(expected, found, strict=False) if a != b), "its last operation")
-            raise InternalError(f"the model does other work at another input size, from {where}")
+            raise InvalidInput(f"the model does other work at another input size, from {where} on; "
+                               f"loops over the sequence are not supported")
 
 
 def _build(builder: Callable[[], Any]) -> tuple[nn.Module, Any]:

@@ -1,4 +1,4 @@
-"""From the runs of a model to its LayerGraph: layers, edges, ties and one kind per distinct cost."""
+"""From the runs of a model to its LayerGraph: layers, edges, ties, and one kind a cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from profiler.documents import digest
 from profiler.errors import InvalidInput
 from profiler.layer_graph import Edge, Layer, LayerGraph, LayerKind, ModelSource, Tie
 from profiler.trace_costs import LayerCosts, ParameterPlace
+from profiler.trace_events import Run
 from profiler.trace_fit import Fit
-from profiler.trace_run import Run
 from profiler.trace_split import infer_splits, vocabulary_of
 from profiler.trace_view import LayerView, layer_views
 
@@ -134,7 +134,9 @@ class _Builder:
         entering: list[list[int]] = []
         for view in self.views:
             own = dict.fromkeys(use.storage for _, op in view.forward for use in op.reads
-                                if storages[use.storage].derived
+                                if storages[use.storage].learned | (
+                                    storages[use.storage].external
+                                    and storages[use.storage].derived)
                                 and use.storage not in parameters
                                 and not view.is_own(storages[use.storage]))
             fresh = [s for s in own if view.back.get(s, s) not in seen]
@@ -162,7 +164,8 @@ class _Builder:
                    tuple(inputs[view.index]), buffers[view.index],
                    tuple((p.name, p.trainable) for p in places[view.index]))
             if key not in names:
-                splits = infer_splits(view, run.storages, parameters, vocabulary, tables)
+                splits = infer_splits(view, run.storages, parameters, vocabulary, tables,
+                                      self.runs[-1].ops, self.fit.points[0][0])
                 touched = {use.storage for _, op in view.forward + view.backward
                            for use in op.reads + op.writes}
                 anywhere = set(view.saved) | {s for s in touched if view.back.get(s, s) in saved}
@@ -201,7 +204,7 @@ class _Builder:
         def add(source: int, target: int, storage: int, requires_grad: bool,
                 size_at: Any) -> None:
             made = run.storages[storage]
-            if source in (-1, target) or made.external or not made.derived:
+            if source in (-1, target) or made.external or not made.learned:
                 return
             known = labels.setdefault(source, {})
             label = known.setdefault(storage, f"output.{len(known)}" if known else "output")

@@ -1,9 +1,9 @@
 """From the operations of one layer to its `LayerKind`: what it computes, keeps and needs.
 
 Operations that only rename memory (views) cost nothing and are left out. Every matmul, convolution
-and attention is an `Op` of its own; the rest is one `Op` per (module, kind, split). FLOPs are those of
-`torch.utils.flop_counter`: matmuls, convolutions and attention only, attention in full whether
-causal or not, its backward with the recomputation of the scores that a fused kernel does.
+and attention is an `Op` of its own; the rest is one `Op` per (module, kind, split). FLOPs are
+those of `torch.utils.flop_counter`: matmuls, convolutions and attention only, attention in full
+whether causal or not, its backward with the recomputation of the scores that a fused kernel does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from profiler.layer_graph import (
     TensorGroup,
     TensorParallel,
 )
+from profiler.trace_events import RawOp, Run, Storage, Use
 from profiler.trace_fit import Fit
-from profiler.trace_run import RawOp, Run, Storage, Use
 from profiler.trace_split import Splits
 from profiler.trace_view import LayerView, kind_of_op
 
@@ -95,9 +95,10 @@ class LayerCosts:
         return self._outer(split)
 
     def _parameter(self, place: ParameterPlace) -> Parameter:
-        split, dim = self.splits.parameters.get(place.storage, ("replicated", None))
+        found = self.splits.parameters.get(place.storage)
         return Parameter(name=place.name, shape=place.shape, dtype=place.dtype,
-                         trainable=place.trainable, split=split, split_dim=dim)
+                         trainable=place.trainable, split=found[0] if found else "replicated",
+                         split_dim=found[1] if found else None)
 
     def _tensor_parallel(self) -> TensorParallel | None:
         if not self.splits.divides:
@@ -200,6 +201,8 @@ class LayerCosts:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for storage in storages:
             made = self._storages[storage]
+            if made.num_bytes == 0:
+                continue
             producer = self._producer(storage)
             is_input = not self.view.is_own(made)
             if is_input:
@@ -251,6 +254,8 @@ class LayerCosts:
         groups: dict[tuple[Split, int | None], list[int]] = {}
         for storage in storages:
             made = self._storages[storage]
+            if made.num_bytes == 0:
+                continue
             split = self._storage_split(storage) if split_of is None else split_of.get(
                 storage, self._outer("sequence"))
             size = made.itemsize if made.fixed_dtype else None

@@ -12,6 +12,7 @@ shows itself. Three operations whose CPU form differs from the accelerator's are
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from profiler.trace_run import Recorder
+    from profiler.trace_recorder import Recorder
 
 __all__ = ["COMPUTE_DTYPE", "accelerator_forms", "balanced_experts", "fake_parameters",
            "is_experts"]
@@ -70,7 +71,9 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
                 key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         with recorder.muted():
             *batch, heads, queries, _ = query.shape
-            out = query.new_empty((*batch, queries, heads, value.shape[-1])).transpose(-2, -3)
+            out = torch.empty_like(query)  # the kernel's output takes the layout of its query
+            if value.shape[-1] != query.shape[-1]:
+                out = query.new_empty((*batch, queries, heads, value.shape[-1])).transpose(-2, -3)
             statistics = query.new_empty((*batch, heads, queries), dtype=torch.float32)
         recorder.attention((query, key, value, mask), (out, statistics), causal)
         ctx.recorder = recorder
@@ -133,9 +136,14 @@ def accelerator_forms(recorder: Recorder) -> Iterator[None]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the experts of a Hugging Face mixture as 3-D weights."""
+    """Whether a module holds the experts of a Hugging Face mixture as 3-D weights.
+
+    Its forward takes hidden states, and the index and weight of the experts of each token.
+    """
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
+    return (all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
+            and hasattr(module, "_apply_gate")
+            and len(inspect.signature(type(module).forward).parameters) == 4)
 
 
 def balanced_experts(module: Any, recorder: Recorder, hidden: torch.Tensor, index: torch.Tensor,
@@ -144,6 +152,7 @@ def balanced_experts(module: Any, recorder: Recorder, hidden: torch.Tensor, inde
 
     hidden (tokens, width); index and weights (tokens, top_k).
     """
+    has_bias = getattr(module, "has_bias", False)
     num_experts, top_k, width = module.gate_up_proj.shape[0], index.shape[-1], hidden.shape[-1]
     transposed = getattr(module, "is_transposed", False)
     gate_up, down = (weight if transposed else weight.transpose(1, 2)
@@ -152,7 +161,11 @@ def balanced_experts(module: Any, recorder: Recorder, hidden: torch.Tensor, inde
     token = order // top_k
     rows = hidden.index_select(0, token).view(num_experts, -1, width)
     with recorder.experts(hidden):
-        gate, up = torch.bmm(rows, gate_up).chunk(2, dim=-1)
-        out = torch.bmm(module.act_fn(gate) * up, down).view(-1, width)
-    out = (out * weights.flatten()[order].unsqueeze(-1)).to(hidden.dtype)
+        inner = torch.bmm(rows, gate_up)
+        if has_bias:
+            inner = inner + module.gate_up_proj_bias.unsqueeze(1)
+        out = torch.bmm(module._apply_gate(inner), down)
+    if has_bias:
+        out = out + module.down_proj_bias.unsqueeze(1)
+    out = (out.view(-1, width) * weights.flatten()[order].unsqueeze(-1)).to(hidden.dtype)
     return torch.zeros_like(hidden).index_add(0, token, out)

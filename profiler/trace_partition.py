@@ -55,7 +55,7 @@ def find_layers(root: nn.Module) -> dict[str, nn.Module]:
     def visit(path: str, module: nn.Module, in_block_list: bool) -> None:
         parts = _parts(module)
         if in_block_list:
-            opened = len(parts) == 1 and _is_block_list(parts[0][1])
+            opened = len(list(module.children())) == 1 and _is_block_list(parts[0][1])
         else:
             opened = bool(parts) and (isinstance(module, _LISTS) or _holds_block_list(module))
         if opened or (not path and parts):

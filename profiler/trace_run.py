@@ -1,402 +1,21 @@
-"""One run of a model on fake tensors, written down operation by operation.
-
-`record` runs forward and backward and returns a `Run`: every operation with the layer it belongs
-to, every storage with its lifetime, what autograd saved, and the arguments and results of each layer.
-A layer that equals an earlier one (same signature, same arguments) is not run again: it returns
-tensors like the earlier one's, so that a model of 126 layers costs what its distinct layers cost.
-"""
+"""One run of a model on fake tensors: forward and backward, written down operation by operation."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
 
-from profiler.errors import InvalidInput
-from profiler.trace_fake import (
-    COMPUTE_DTYPE,
-    accelerator_forms,
-    balanced_experts,
-    is_experts,
-)
-from profiler.trace_partition import tensor_signature
+from profiler.errors import InvalidInput, MeshwrightError
+from profiler.trace_events import Run
+from profiler.trace_fake import accelerator_forms
+from profiler.trace_recorder import Recorder, tensor_leaves
 
-__all__ = ["Call", "RawOp", "Run", "Storage", "Use", "record"]
-
-GATHERS = frozenset({"embedding", "index_select", "gather", "index"})
-"""Operations that read of their source no more than they write."""
-
-_NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
-                        "lift_fresh", "_local_scalar_dense"})
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A tensor read or written by an operation."""
-
-    storage: int
-    numel: int
-    shape: tuple[int, ...]
-    transposed: bool
-    requires_grad: bool
-
-
-@dataclass(slots=True)
-class Storage:
-    """One allocation. Times count operations; `freed` is the first at which it is gone."""
-
-    num_bytes: int
-    itemsize: int
-    fixed_dtype: bool
-    made_at: int
-    creator: int | None
-    layer: int
-    external: bool
-    derived: bool
-    freed: int | None = None
-    writer: int = -1
-
-
-@dataclass(slots=True)
-class RawOp:
-    """One operation that is no view. `origin`: in backward, the forward operation it serves."""
-
-    name: str
-    layer: int
-    inside: bool
-    module: str
-    forward: bool
-    time: int
-    origin: int | None
-    reads: tuple[Use, ...]
-    writes: tuple[Use, ...]
-    flops: int
-    in_norm: bool
-    kernel: bool
-    attention: tuple[int, int, int, int, int, bool] | None = None
-    grouped_from: int | None = None
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of a layer. `like` is the call whose inner operations stand for this one's.
-
-    writers: for each input, the layer that last wrote it (-1: none).
-    """
-
-    path: str
-    like: int
-    inputs: tuple[Use, ...]
-    writers: tuple[int, ...]
-    outputs: tuple[Use, ...] = ()
-
-
-@dataclass(slots=True)
-class Run:
-    """All that one run showed. Parameters and buffers are storages with a name."""
-
-    ops: list[RawOp] = field(default_factory=list)
-    storages: list[Storage] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    saved: list[tuple[int, int, bool]] = field(default_factory=list)
-    parameters: dict[int, int] = field(default_factory=dict)
-    buffers: set[int] = field(default_factory=set)
-    outputs: tuple[int, ...] = ()
-
-
-def _is_transposed(tensor: torch.Tensor) -> bool:
-    return tensor.dim() >= 2 and tensor.stride(-1) != 1 and tensor.stride(-2) == 1
-
-
-def _leaves(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-class _Shortcut(torch.autograd.Function):  # type: ignore[misc]
-    """The results of a layer known from an equal one, tied to its inputs for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, recorder: Recorder, likes: Sequence[torch.Tensor],
-                *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        recorder.skip_node()
-        ctx.recorder = recorder
-        ctx.inputs = [(tuple(t.shape), t.stride(), t.dtype) for t in inputs]
-        ctx.set_materialize_grads(False)
-        outs = tuple(torch.empty_strided(like[0], like[1], dtype=like[2]) for like in likes)
-        ctx.mark_non_differentiable(*(out for out, like in zip(outs, likes, strict=True)
-                                      if not like[3]))
-        return outs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        with ctx.recorder.muted():
-            made = [torch.empty_strided(*t[:2], dtype=t[2]) if need else None for t, need in
-                    zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True)]
-        for grad in made:
-            if grad is not None:
-                ctx.recorder.storage_of(grad)
-        return (None, None, *made)
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """Writes down every operation that reaches the dispatcher, with the layer it belongs to."""
-
-    def __init__(self, signatures: dict[str, Any]) -> None:
-        super().__init__()
-        self.run = Run()
-        self._signatures = signatures
-        self._known: dict[Any, tuple[int, Any]] = {}
-        self._ids: dict[int, int] = {}
-        self._node_ops: dict[int, int | None] = {}
-        self._muted = 0
-        self._layer, self._inside = -1, False
-        self._modules: list[tuple[str, bool]] = []
-        self._backward = False
-        self._last_origin: int | None = None
-        self._grouped_from: int | None = None
-        self._time = 0
-
-    # ---- storages ----
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Within it, operations are not written down."""
-        self._muted += 1
-        try:
-            yield
-        finally:
-            self._muted -= 1
-
-    def storage_of(self, tensor: torch.Tensor, creator: int | None = None,
-                   *, external: bool = False, derived: bool = False) -> int:
-        """The index of a tensor's storage, registered when first seen."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._ids:
-            index = len(self.run.storages)
-            self._ids[key] = index
-            self.run.storages.append(Storage(
-                num_bytes=storage.nbytes(), itemsize=tensor.element_size(),
-                fixed_dtype=tensor.dtype != COMPUTE_DTYPE, made_at=self._time, creator=creator,
-                layer=-1 if external else max(self._layer, 0), external=external,
-                derived=derived, writer=-1 if external else max(self._layer, 0)))
-            weakref.finalize(storage, self._freed, key, index)
-        return self._ids[key]
-
-    def _freed(self, key: int, index: int) -> None:
-        if self._ids.get(key) == index:
-            del self._ids[key]
-            self.run.storages[index].freed = self._time
-
-    def _use(self, tensor: torch.Tensor, storage: int) -> Use:
-        stored = self.run.storages[storage].num_bytes // max(1, tensor.element_size())
-        return Use(storage, min(tensor.numel(), stored), tuple(tensor.shape),
-                   _is_transposed(tensor), tensor.requires_grad)
-
-    # ---- operations ----
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not self._muted:
-            self._record(func, args, kwargs or {}, out)
-        return out
-
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        name = func._schema.name.removeprefix("aten::")
-        inputs, outputs = _leaves((args, kwargs)), _leaves(out)
-        mutable = func._schema.is_mutable
-        reads = [self._use(t, self.storage_of(t)) for t in inputs]
-        read_ids = {use.storage for use in reads}
-        known = {t.untyped_storage()._cdata: self._ids.get(t.untyped_storage()._cdata)
-                 for t in outputs}
-        is_view = not mutable and bool(outputs) and all(
-            index is not None and index in read_ids for index in known.values())
-        if is_view or not outputs and not mutable:
-            return
-        flops = 0
-        counter = flop_registry.get(func._overloadpacket)
-        if counter is not None:
-            flops = int(counter(*args, **kwargs, out_val=out))
-        if name in GATHERS and reads:
-            first = reads[0]
-            size = min(first.numel, sum(t.numel() for t in outputs))
-            reads[0] = Use(first.storage, size, first.shape, first.transposed, first.requires_grad)
-        self._append(name, reads, outputs, flops, kernel=name not in _NO_KERNEL)
-
-    def _append(self, name: str, reads: Sequence[Use], outputs: Sequence[torch.Tensor],
-                flops: int, *, kernel: bool = True, attention: Any = None) -> RawOp | None:
-        origin = self._origin()
-        if origin is None and self._backward:  # the work of a layer that stands for another
-            for tensor in outputs:
-                self.storage_of(tensor)
-            return None
-        storages, index = self.run.storages, len(self.run.ops)
-        layer, inside = self._layer, self._inside
-        module, in_norm = self._modules[-1] if self._modules else ("", False)
-        if origin is not None:
-            served = self.run.ops[origin]
-            layer, inside, module, in_norm = (served.layer, served.inside, served.module,
-                                              served.in_norm)
-        derived = any(storages[use.storage].derived for use in reads)
-        writes = []
-        for tensor in outputs:
-            storage = self.storage_of(tensor, index, derived=derived)
-            storages[storage].writer = max(self._layer, 0)
-            storages[storage].derived |= derived
-            writes.append(self._use(tensor, storage))
-        op = RawOp(name, max(layer, 0), inside, module, not self._backward, self._time, origin,
-                   tuple(reads), tuple(writes), flops, in_norm, kernel, attention,
-                   self._grouped_from if not self._backward else None)
-        self.run.ops.append(op)
-        self._time += 1
-        if not self._backward:
-            self._node_ops.setdefault(torch.autograd._get_sequence_nr() - 1, index)
-        return op
-
-    def _origin(self) -> int | None:
-        if not self._backward:
-            return None
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            number = node._sequence_nr()
-            if number in self._node_ops:
-                self._last_origin = self._node_ops[number]
-        return self._last_origin
-
-    def skip_node(self) -> None:
-        """The backward of the newest autograd node belongs to no recorded operation."""
-        self._node_ops[torch.autograd._get_sequence_nr() - 1] = None
-
-    def attention(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor],
-                  causal: bool) -> None:
-        """Write down one fused attention."""
-        tensors = [t for t in inputs if t is not None]
-        query, key, value = tensors[:3]
-        shape = (query.shape[-3], key.shape[-3], query.shape[-1], query.shape[-2], key.shape[-2],
-                 causal)
-        flops = int(sdpa_flop_count(query.shape, key.shape, value.shape))
-        self._append("attention", [self._use(t, self.storage_of(t)) for t in tensors], outputs,
-                     flops, attention=shape)
-
-    def attention_backward(self, inputs: Sequence[torch.Tensor | None],
-                           outputs: Sequence[torch.Tensor]) -> None:
-        """Write down the backward of one fused attention: gradient, q, k, v, ... in `inputs`."""
-        tensors = [t for t in inputs if t is not None]
-        flops = int(sdpa_backward_flop_count(*(t.shape for t in tensors[:4])))
-        self._append("attention_backward", [self._use(t, self.storage_of(t)) for t in tensors],
-                     outputs, flops)
-
-    @contextmanager
-    def experts(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Within it, batched matmuls are grouped ones over the rows of `hidden`."""
-        self._grouped_from = self.storage_of(hidden)
-        try:
-            yield
-        finally:
-            self._grouped_from = None
-
-    # ---- modules ----
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The saved-tensor hook: 0-dim tensors are left out, they are a few bytes of statistics."""
-        if not self._muted and tensor.dim() > 0:
-            self.run.saved.append((self.storage_of(tensor), max(self._layer, 0), self._inside))
-        return tensor
-
-    def submodule(self, module: nn.Module, path: str, forward: Callable[..., Any]) -> Any:
-        """The forward of a module that only notes where its operations come from."""
-        entry = (path, "norm" in type(module).__name__.lower())
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self._modules.append(entry)
-            try:
-                if is_experts(module):
-                    return balanced_experts(module, self, *args, **kwargs)
-                return forward(*args, **kwargs)
-            finally:
-                self._modules.pop()
-        wrapped.__wrapped__ = forward  # type: ignore[attr-defined]  # for inspect.signature
-        return wrapped
-
-    def layer(self, path: str, forward: Callable[..., Any]) -> Any:
-        """The forward of a layer: run when new, its results repeated when known."""
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            key = (self._signatures[path], str(spec), tuple(
-                tensor_signature(leaf) if isinstance(leaf, torch.Tensor) else
-                leaf if isinstance(leaf, (bool, int, float, str)) else id(leaf)
-                for leaf in leaves))
-            inputs = tuple(self._use(t, self.storage_of(t)) for t in tensors)
-            index = len(self.run.calls)
-            like, plan = self._known.get(key, (index, None))
-            self.run.calls.append(call := Call(path, like, inputs, tuple(
-                self.run.storages[use.storage].writer for use in inputs)))
-            self._layer, self._inside = index, True
-            modules, self._modules = self._modules, [("", False)]
-            if plan is None:
-                out = forward(*args, **kwargs)
-                self._known[key] = (index, self._plan(out, tensors))
-            else:
-                out = self._repeat(plan, tensors)
-            self._inside, self._modules = False, modules
-            call.outputs = tuple(self._use(t, self.storage_of(t)) for t in _leaves(out))
-            return out
-        wrapped.__wrapped__ = forward  # type: ignore[attr-defined]
-        return wrapped
-
-    def _plan(self, out: Any, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[Any]]:
-        leaves, spec = pytree.tree_flatten(out)
-        inputs = {id(t): k for k, t in enumerate(tensors)}
-        plan: list[Any] = []
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                plan.append(("value", leaf))
-            elif id(leaf) in inputs:
-                plan.append(("input", inputs[id(leaf)]))
-            else:
-                derived = self.run.storages[self.storage_of(leaf)].derived
-                plan.append(("new", (*tensor_signature(leaf), derived)))
-        return spec, plan
-
-    def _repeat(self, plan: tuple[Any, list[Any]], tensors: Sequence[torch.Tensor]) -> Any:
-        spec, steps = plan
-        likes = [value for what, value in steps if what == "new"]
-        distinct = list({id(t): t for t in tensors}.values())
-        with self.muted():
-            anchor = torch.empty(1, requires_grad=True)
-            made = iter(_Shortcut.apply(self, likes, anchor, *distinct) if likes else ())
-        leaves: list[Any] = []
-        for what, value in steps:
-            if what == "new":
-                leaves.append(next(made))
-                self.storage_of(leaves[-1], derived=value[-1])
-            else:
-                leaves.append(tensors[value] if what == "input" else value)
-        self._time += 1
-        return pytree.tree_unflatten(leaves, spec)
-
-    def where(self) -> str:
-        """The place that the forward has reached, for messages."""
-        layer = self.run.calls[self._layer].path if self._inside else ""
-        module = self._modules[-1][0] if self._modules else ""
-        return ".".join(part for part in (layer, module) if part) or "the model's own forward"
-
-    def start_backward(self) -> None:
-        self._backward, self._last_origin = True, len(self.run.ops) - 1
+__all__ = ["record"]
 
 
 @contextmanager
@@ -436,51 +55,67 @@ def _seeds(out: Any) -> list[torch.Tensor]:
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     if isinstance(loss, torch.Tensor):
         return [loss] if loss.requires_grad else []
-    return [tensor for tensor in _leaves(out) if tensor.requires_grad]
+    return [tensor for tensor in tensor_leaves(out) if tensor.requires_grad]
 
 
 def record(model: nn.Module, layers: dict[str, nn.Module], signatures: dict[str, Any],
            fakes: dict[int, torch.Tensor], inputs: Callable[[], tuple[Any, Any]]) -> Run:
     """Run forward and backward once and return what was seen.
 
-    Must be called under a FakeTensorMode, with the model's parameters fake. `inputs()` makes the arguments.
+    Must be called under a FakeTensorMode, with the model's parameters fake. `inputs()` makes the
+    arguments.
 
     Raises:
         InvalidInput: the model's control flow depends on data, or its forward fails.
     """
     recorder = Recorder(signatures)
     args, kwargs = inputs()
-    for real, fake in fakes.items():
-        index = recorder.storage_of(fake, external=True, derived=isinstance(fake, nn.Parameter))
-        if isinstance(fake, nn.Parameter):
-            recorder.run.parameters.setdefault(index, real)
-        else:
-            recorder.run.buffers.add(index)
-    for tensor in _leaves((args, kwargs)):
-        recorder.storage_of(tensor, external=True, derived=True)
+    _register(recorder, fakes, (args, kwargs))
     with ExitStack() as stack:
+        # Lifetimes are those of reference counts; a collection in the middle would shorten some.
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         stack.enter_context(_watched(model, layers, recorder))
         stack.enter_context(recorder)
         stack.enter_context(accelerator_forms(recorder))
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
-            try:
-                out = model(*args, **kwargs)
-            except (RuntimeError, TypeError, ValueError, AttributeError, KeyError,
-                    IndexError) as error:
-                reason = " ".join(str(error).split())[:300]
-                raise InvalidInput(f"the model cannot be run on fake tensors (in "
-                                   f"{recorder.where()}): {reason}") from error
-        seeds = _seeds(out)
-        recorder.run.outputs = tuple(recorder.storage_of(t) for t in seeds)
-        del out
-        if seeds:
-            recorder.start_backward()
-            if len(seeds) == 1 and seeds[0].dim() == 0:
-                seeds[0].backward()
-            else:
-                with recorder.muted():
-                    grads = [torch.empty_like(t) for t in seeds]
-                torch.autograd.backward(seeds, grads)
+        try:
+            _run(model, args, kwargs, recorder)
+        except MeshwrightError:
+            raise
+        except Exception as error:  # whatever a user's own forward raises
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise InvalidInput(f"the model cannot be run on fake tensors (in {recorder.where()}; "
+                               f"its control flow must not depend on data): {reason}") from error
     for fake in fakes.values():
         fake.grad = None
     return recorder.run
+
+
+def _register(recorder: Recorder, fakes: dict[int, torch.Tensor], inputs: Any) -> None:
+    for real, fake in fakes.items():
+        is_parameter = isinstance(fake, nn.Parameter)
+        index = recorder.storage_of(fake, external=True, derived=is_parameter,
+                                    learned=is_parameter)
+        if is_parameter:
+            recorder.run.parameters.setdefault(index, real)
+        else:
+            recorder.run.buffers.add(index)
+    for tensor in tensor_leaves(inputs):
+        recorder.storage_of(tensor, external=True, derived=True)
+
+
+def _run(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+        out = model(*args, **kwargs)
+    seeds = _seeds(out)
+    del out
+    if not seeds:
+        return
+    recorder.start_backward()
+    if len(seeds) == 1 and seeds[0].dim() == 0:
+        seeds[0].backward()
+        return
+    with recorder.muted():
+        grads = [torch.empty_like(t) for t in seeds]
+    torch.autograd.backward(seeds, grads)

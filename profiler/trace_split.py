@@ -1,15 +1,16 @@
 """How tensor parallelism would divide a layer, inferred from its operations.
 
-Megatron's pattern: a matmul that reads what lies outside (the residual stream) is *column*, all that
-depends on it is inside, and the matmul that reads the inside is *row* and leads out again. Every
-matmul by a parameter starts as a candidate. One is taken back (left whole) when what it makes
+Megatron's pattern: a matmul that reads what lies outside (the residual stream) is *column*, all
+that depends on it is inside, and the matmul that reads the inside is *row* and leads out again.
+Every matmul by a parameter starts as a candidate. One is taken back (left whole) when what it makes
 
     - meets something whole in a pointwise operation (a residual sum inside),
     - is reduced or normalized over its whole width,
     - or leaves the layer without passing a row matmul.
 
 Where a low-rank pair (LoRA) meets a column matmul, the first of the pair is taken back, which makes
-the second a column matmul. Vocabulary tables and heads are divided by vocabulary.
+the second a column matmul. Vocabulary tables and heads are divided by vocabulary. Between the
+picking of tokens for the experts of a mixture and the sum of their outputs, tensors are whole.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from profiler.layer_graph import Split
-from profiler.trace_run import RawOp, Storage, Use
+from profiler.trace_events import RawOp, Storage, Use
 from profiler.trace_view import LayerView, kind_of_op
 
 __all__ = ["Splits", "infer_splits", "vocabulary_of"]
 
-State = Literal["outside", "vocabulary"] | frozenset[int]
+State = Literal["outside", "vocabulary", "whole"] | frozenset[int]
+"""Of a tensor: outside, of the vocabulary, whole on every rank, or inside and made by columns."""
 
 _REDUCING = frozenset({"mean", "sum", "var", "var_mean", "_softmax", "_log_softmax", "amax", "max",
                        "native_layer_norm", "_fused_rms_norm", "linalg_vector_norm", "topk",
@@ -93,10 +95,13 @@ def vocabulary_of(views: list[LayerView], storages: list[Storage],
 
 class _Inference:
     def __init__(self, view: LayerView, storages: list[Storage], parameters: set[int],
-                 vocabulary: int | None, tables: set[int]) -> None:
+                 vocabulary: int | None, tables: set[int], longer: list[RawOp],
+                 micro_batch: int) -> None:
         self.view, self.storages, self.parameters = view, storages, parameters
         self.vocabulary, self.tables = vocabulary, tables
+        self.longer, self.micro_batch = longer, micro_batch
         self.whole: set[int] = set()
+        self.routed = {op.grouped_from for _, op in view.forward}
         self.linears = {index: linear for index, op in view.forward
                         if (linear := _linear(op, storages, parameters))}
 
@@ -112,7 +117,7 @@ class _Inference:
     # ---- one attempt with `self.whole` taken back ----
 
     def _attempt(self) -> Splits:
-        self.states: dict[int, State] = {}
+        self.states: dict[int, State | None] = {}
         self.rows: dict[int, frozenset[int]] = {}
         self.row_of: dict[int, int] = {}
         self.splits = Splits()
@@ -151,13 +156,10 @@ class _Inference:
             self.splits.parameters[op.reads[0].storage] = ("vocabulary", 0)
             self.splits.exits.append((index, "writes", 0))
         else:
-            split, state = self._visit_other(op, kind)
+            split, state = self._visit_other(index, op, kind)
         self.splits.ops[index] = split
         for use in op.writes:
-            if state is None:
-                self.states.pop(use.storage, None)
-            else:
-                self.states[use.storage] = state
+            self.states[use.storage] = state
 
     def _visit_linear(self, index: int, op: RawOp, linear: _Linear) -> tuple[Split, State]:
         weight, operand = op.reads[linear.weight], op.reads[linear.operand]
@@ -168,7 +170,7 @@ class _Inference:
             for use in op.writes:
                 self.row_of[use.storage] = index
             self.splits.parameters[weight.storage] = ("row", linear.dim(op, "in"))
-            return "row", "outside"
+            return "row", "outside" if op.grouped_from is None else "whole"
         is_head = weight.storage in self.tables or (
             self.vocabulary is not None and linear.width(op, "out") == self.vocabulary)
         if is_head or index not in self.whole:
@@ -185,35 +187,56 @@ class _Inference:
         ops = dict(self.view.forward)
         return {self.linears[c].width(ops[c], "out") for c in columns}
 
-    def _visit_other(self, op: RawOp, kind: str) -> tuple[Split, State | None]:
+    def _visit_other(self, index: int, op: RawOp, kind: str) -> tuple[Split, State | None]:
         reads = op.reads[:3] if kind == "attention" else op.reads
         states = [(use, self._state(use)) for use in reads]
         inside = frozenset[int]().union(*(s for _, s in states if isinstance(s, frozenset)))
         if inside:
             widths = self._widths(inside)
-            if op.name in _REDUCING and op.reads[0].shape and op.reads[0].shape[-1] in widths:
+            if op.name in _REDUCING and all(
+                    o.reads[0].shape and o.reads[0].shape[-1] in widths
+                    for o in (op, self.longer[index])):
                 raise _Conflict(inside)
             for use, state in states:
                 if state == "outside" and (kind == "attention" or (use.shape
                                                                    and use.shape[-1] != 1)):
                     raise self._blame(use.storage, inside)
             for use in op.reads:
-                if use.storage in self.parameters and len(use.shape) == 1 \
-                        and use.shape[0] in widths:
-                    self.splits.parameters[use.storage] = ("column", 0)
+                if use.storage in self.parameters and use.shape[-1:] and use.shape[-1] in widths:
+                    dims = sum(size != 1 for size in use.shape)  # a bias, unsqueezed or not
+                    self.splits.parameters[use.storage] = ("column", dims - 1)
             if kind in {"attention", "matmul"}:
                 self.through_attention |= inside
-            if kind == "attention":
-                self._divide("heads", op.attention[0] if op.attention else 1)
-                self._divide("kv_heads", op.attention[1] if op.attention else 1)
+                self._divide_heads(op, [state for _, state in states[-2:]])
             return "heads" if kind in {"attention", "matmul"} else "feature", inside
         if any(state == "vocabulary" for _, state in states):
             return "vocabulary", "vocabulary"
+        if op.name == "index_select" and op.reads[0].storage in self.routed:
+            return "replicated", "whole"
+        if any(state == "whole" for _, state in states):
+            return "replicated", "outside" if op.name == "index_add" else "whole"
         if all(state is None for _, state in states):
             return "replicated", None
         if kind in {"attention", "convolution"}:
             return "replicated", "outside"
         return "sequence", "outside"
+
+    def _divide_heads(self, op: RawOp, sides: list[State | None]) -> None:
+        """Heads of a fused attention, or of a batched product of queries by keys."""
+        if op.attention:
+            heads, kv_heads = op.attention[:2]
+        else:
+            left, right = op.reads[-2:]
+            if len(left.shape) != 3 or left.shape[0] % self.micro_batch:
+                return
+            heads = kv_heads = left.shape[0] // self.micro_batch
+            if isinstance(sides[1], frozenset) and sides[0] != sides[1] and left.shape[-1]:
+                if len(sides[1]) > 1 or left.shape[-1] != right.shape[-2] or (
+                        isinstance(sides[0], frozenset) and len(sides[0]) > 1):
+                    return  # scores by values: the heads are known from the scores
+                kv_heads = min(heads, max(self._widths(sides[1])) // left.shape[-1])
+        self._divide("heads", heads)
+        self._divide("kv_heads", kv_heads)
 
     def _blame(self, whole: int, inside: frozenset[int]) -> _Conflict:
         row = self.row_of.get(whole)
@@ -258,9 +281,10 @@ class _Inference:
         if self.vocabulary and "vocabulary" in {s for s, _ in self.splits.parameters.values()}:
             self._divide("vocabulary", self.vocabulary)
         for storage, state in self.states.items():
-            split: Split = ("feature" if isinstance(state, frozenset) else "vocabulary"
-                            if state == "vocabulary" else "sequence")
-            self.splits.storages[storage] = split
+            made: Split = ("feature" if isinstance(state, frozenset) else "vocabulary"
+                           if state == "vocabulary" else
+                           "replicated" if state in {"whole", None} else "sequence")
+            self.splits.storages[storage] = made
         for storage in gathered:
             self.splits.storages[storage] = "gathered"
 
@@ -277,6 +301,12 @@ class _Inference:
 
 
 def infer_splits(view: LayerView, storages: list[Storage], parameters: set[int],
-                 vocabulary: int | None, tables: set[int]) -> Splits:
-    """The division of one layer; without `divides` it cannot be divided."""
-    return _Inference(view, storages, parameters, vocabulary, tables).run()
+                 vocabulary: int | None, tables: set[int], longer: list[RawOp],
+                 micro_batch: int) -> Splits:
+    """The division of one layer; without `divides` it cannot be divided.
+
+    longer: the operations of a run with longer sequences, which tell widths from lengths.
+    micro_batch: that of the run that the view was taken from.
+    """
+    return _Inference(view, storages, parameters, vocabulary, tables, longer,
+                      micro_batch).run()

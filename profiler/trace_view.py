@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from profiler.trace_run import RawOp, Run, Storage, Use
+from profiler.trace_events import RawOp, Run, Storage, Use
 
 __all__ = ["LayerView", "OpKind", "kind_of_op", "layer_views"]
 
@@ -45,8 +45,9 @@ class LayerView:
     """One layer: (index in the run, operation) of its forward and backward, and its storages.
 
     saved: storages kept by autograd, named as in this view; `actual` gives the storage (or, for one
-    inside a layer that was not run, a stand-in unique to this layer) behind each name. names and
-    back translate the arguments and results of this layer to those of the one it equals, and back.
+    inside a layer that was not run, a stand-in unique to this layer) behind each name.
+    outputs: what other layers are given or read. names and back translate the arguments and
+    results of this layer to those of the one it equals, and back.
     """
 
     index: int
@@ -106,19 +107,22 @@ def layer_views(run: Run) -> list[LayerView]:
             private = (call.like != index and name not in back and run.storages[name].layer
                        == call.like and not run.storages[name].external)
             actual[name] = (index, name) if private else back.get(name, name)
-        outputs = {names.get(use.storage, use.storage) for use in call.outputs}
         views.append(LayerView(
             index, call.path, call.like,
             [item for item in ops if item[1].forward], [i for i in ops if not i[1].forward],
             list(saved), actual,
-            outputs | {names.get(s, s) for s in crossing.get(index, ())}, {index, call.like},
-            names, back))
+            {names.get(s, s) for s in crossing.get(index, ())}, {index, call.like}, names, back))
     return views
 
 
 def _crossing(run: Run) -> dict[int, set[int]]:
-    """The storages of each layer that an operation of another layer reads."""
+    """The storages of each layer that another layer is given or reads."""
     crossing: dict[int, set[int]] = {}
+    for index, call in enumerate(run.calls):
+        for use in call.inputs:
+            storage = run.storages[use.storage]
+            if not storage.external and storage.layer != index:
+                crossing.setdefault(storage.layer, set()).add(use.storage)
     for op in run.ops:
         if op.forward:
             for use in op.reads:

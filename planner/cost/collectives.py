@@ -1,13 +1,14 @@
 """Collective communication over a Span, by the alpha-beta model.
 
-Symbols: S = bytes of the whole tensor, n = ranks in the group, h = hosts under it, k = its members in
-a host; W_d, a_d = bandwidth and latency between devices of a host; W_n, a_n = what one group has
+Symbols: S = bytes of the whole tensor, n = ranks in the group, h = hosts under it, k = its members
+in a host; W_d, a_d = bandwidth and latency between devices of a host; W_n, a_n = what one group has
 between hosts (its share of cards and uplinks) and the latency there.
 
-    ring          S (n-1)/n / min(W_d, W_n) + (n-h) a_d + h a_n                 all-gather, reduce-scatter
-    hierarchical  S (k-1)/k / W_d + (k-1) a_d + S (h-1)/h / W_n + (h-1) a_n     the same, equal k
-    all-reduce    a reduce-scatter and an all-gather, or
-    tree          2 S / min(W_d, W_n) + 2 (k-1) a_d + 2 ceil(log2 h) a_n        (NCCL's double tree)
+    all-gather, reduce-scatter:
+        ring          S (n-1)/n / min(W_d, W_n) + (n-h) a_d + h a_n
+        hierarchical  S (k-1)/k / W_d + (k-1) a_d + S (h-1)/h / W_n + (h-1) a_n      (equal k)
+    all-reduce: a reduce-scatter and an all-gather, or
+        tree          2 S / min(W_d, W_n) + 2 (k-1) a_d + 2 ceil(log2 h) a_n         (NCCL's)
 
 The cheapest form that the group allows is taken. Ring and tree: Thakur, Rabenseifner & Gropp,
 "Optimization of Collective Communication Operations in MPICH" (2005); hierarchical: each phase of
@@ -43,7 +44,8 @@ def all_gather_seconds(num_bytes: float, span: Span) -> float:
 
 
 def reduce_scatter_seconds(num_bytes: float, span: Span) -> float:
-    """Every rank ends with its 1/n of the sum of tensors of `num_bytes`: an all-gather backwards."""
+    """Every rank ends with its 1/n of the sum of tensors of `num_bytes`: an all-gather
+    backwards."""
     return all_gather_seconds(num_bytes, span)
 
 

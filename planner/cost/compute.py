@@ -92,7 +92,7 @@ def _arithmetic(op: Op, shard: Shard, device: Device, degree: int) -> tuple[floa
         return peak * device.attention_efficiency.at(keys), work
     if op.matmul is not None:
         shape = op.matmul
-        volume = shape.rows.at(b, s) * shape.columns.at(b, s) * shape.inner.at(b, s)
+        volume = float(shape.rows.at(b, s) * shape.columns.at(b, s) * shape.inner.at(b, s))
         # A batch of heads is divided over the group; a lone matmul is itself made smaller.
         if op.split != "heads":
             volume /= degree

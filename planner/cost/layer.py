@@ -6,9 +6,11 @@ compute and only the rest is exposed; while both run, compute is slower by the d
 
     extra(w, c) = max(0, c - w) + (g - 1) min(w, c)
 
-Tensor-parallel collectives are exposed: the next matmul waits for them. With sequence parallelism a
-column region gathers its input forward and reduce-scatters its gradient backward, a row region the
-reverse (Korthikanti et al., 2022, section 4.2.2); without, each is one all-reduce (Shoeybi et al., 2019).
+Parameters that are kept after forward are gathered once a step, beside the first micro-batch; each
+micro-batch is charged its share of that. Tensor-parallel collectives are exposed: the next matmul
+waits for them. With sequence parallelism a column region gathers its input forward and
+reduce-scatters its gradient backward, a row region the reverse (Korthikanti et al., 2022, section
+4.2.2); without, each is one all-reduce (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ from planner.cost.collectives import (
     reduce_scatter_seconds,
 )
 from planner.cost.compute import ComputeTimes, Shard
-from planner.cost.memory import LayerMemory, layer_memory, local_parameters
+from planner.cost.memory import LayerMemory, local_parameters
 from planner.layout import Choice
 from planner.request import Request
 from planner.topology_groups import Span
-from profiler.layer_graph import LayerKind
+from profiler.layer_graph import Extent, LayerKind
 
-__all__ = ["Group", "LayerCost", "ParameterCost", "layer_cost", "overlap_extra_s",
-           "parameter_cost", "tensor_parallel_seconds"]
+__all__ = ["Group", "LayerCost", "ParameterCost", "layer_cost", "layer_parameters",
+           "overlap_extra_s", "parameter_cost", "tensor_parallel_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Where one pipeline rank's groups lie, and the slowest of its devices.
 
-    memory_bytes_per_s: of the optimizer's long streams. tp, shard, replicate: the spans of the axes.
+    memory_bytes_per_s: of the optimizer's long streams. tp, shard, replicate: the spans of the
+        axes.
     """
 
     memory_bytes_per_s: float
@@ -75,7 +78,6 @@ class LayerCost:
     gather_forward_s: float
     gather_backward_s: float
     reduction_backward_s: float
-    once_gather_s: float
     window_s: float
     parameters: ParameterCost
     memory: LayerMemory
@@ -100,9 +102,9 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
                    each_micro_batch: bool, tensor_parallel_copies: int = 0) -> ParameterCost:
     """Once-a-step costs of parameters held by one tensor-parallel rank.
 
-    Reduction: a reduce-scatter over the sharding axis, then an all-reduce of the shard over the replicas
-    (HSDP). Optimizer: parameter, moments and gradient read, parameter and moments written. Norm:
-    the gradient read, and read and written again by clipping.
+    Reduction: a reduce-scatter over the sharding axis, then an all-reduce of the shard over the
+    replicas (HSDP). Optimizer: parameter, moments and gradient read, parameter and moments written.
+    Norm: the gradient read, and read and written again by clipping.
 
     Args:
         tensor_parallel_copies: trainable parameters held whole by each tensor-parallel rank, whose
@@ -124,15 +126,14 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
         norm_s=3 * local * size.gradient_bytes / group.memory_bytes_per_s)
 
 
-def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Shard, group: Group,
-               request: Request, *, each_micro_batch: bool, unsharded_gradients: bool,
-               without: frozenset[str] = frozenset()) -> LayerCost:
-    """Cost of one layer.
+def layer_parameters(kind: LayerKind, shard: Shard, group: Group, request: Request, *,
+                     each_micro_batch: bool, without: frozenset[str] = frozenset()
+                     ) -> ParameterCost:
+    """Once-a-step costs of a layer's parameters.
 
     Args:
-        compute, shard: of this rank's share: tp = 1 where the layer is held whole.
+        shard: with tp = 1 where the layer is held whole.
         each_micro_batch: gradients are reduced after every micro-batch.
-        unsharded_gradients: they accumulate whole until the end of the step.
         without: tied parameters, which are charged to their group.
     """
     trainable, frozen = local_parameters(kind, shard.tp, without)
@@ -140,38 +141,45 @@ def layer_cost(kind: LayerKind, choice: Choice, compute: ComputeTimes, shard: Sh
     if group.tp.size > 1 and shard.sequence_parallel:
         copies = sum(p.numel for p in kind.parameters
                      if p.trainable and p.split == "replicated" and p.name not in without)
-    parameters = parameter_cost(trainable, frozen, group, request, tensor_parallel_copies=copies,
-                                each_micro_batch=each_micro_batch)
-    forward_tp, backward_tp, recompute_tp = tensor_parallel_seconds(kind, choice, shard, group.tp)
+    return parameter_cost(trainable, frozen, group, request, tensor_parallel_copies=copies,
+                          each_micro_batch=each_micro_batch)
+
+
+def layer_cost(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
+               parameters: ParameterCost, memory: LayerMemory, group: Group, *,
+               num_micro_batches: int) -> LayerCost:
+    """Put the parts of one layer's cost together.
+
+    Args:
+        compute: of this rank's share. collectives: of `tensor_parallel_seconds`.
+        parameters: of `layer_parameters`. memory: of `layer_memory`.
+    """
+    forward_tp, backward_tp, recompute_tp = collectives
     recompute = {"none": 0.0, "selective": compute.recompute_selective_s,
                  "full": compute.recompute_full_s}[choice.recompute] + recompute_tp
     resharded = choice.reshard and group.shard.size > 1
-    gather = parameters.gather_s
-    forward_work = compute.forward_s + forward_tp
+    gather, slowdown = parameters.gather_s, group.overlap_slowdown
     backward_work = compute.backward_s + recompute + backward_tp
-    slowdown = group.overlap_slowdown
     beside = parameters.reduce_each_s + (gather if resharded else 0.0)
     backward_extra = overlap_extra_s(backward_work, beside, slowdown)
     reduce_share = parameters.reduce_each_s / beside if beside else 0.0
-    forward_extra = overlap_extra_s(forward_work, gather, slowdown)
+    forward_extra = overlap_extra_s(compute.forward_s + forward_tp, gather, slowdown)
     return LayerCost(
         forward_compute_s=compute.forward_s,
         backward_compute_s=compute.backward_s,
         recompute_s=recompute,
         tensor_parallel_forward_s=forward_tp,
         tensor_parallel_backward_s=backward_tp,
-        gather_forward_s=forward_extra if resharded else 0.0,
+        gather_forward_s=forward_extra / (1 if resharded else num_micro_batches),
         gather_backward_s=backward_extra * (1 - reduce_share),
         reduction_backward_s=backward_extra * reduce_share,
-        once_gather_s=0.0 if resharded else forward_extra,
         window_s=backward_work,
         parameters=parameters,
-        memory=layer_memory(kind, choice, shard, request=request, dp_shard=group.shard.size,
-                            unsharded_gradients=unsharded_gradients, without=without))
+        memory=memory)
 
 
-def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span: Span
-                            ) -> tuple[float, float, float]:
+def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span: Span,
+                            inputs: Extent) -> tuple[float, float, float]:
     """(forward, backward, recompute) seconds of the layer's tensor-parallel collectives."""
     if span.size == 1 or kind.tensor_parallel is None:
         return 0.0, 0.0, 0.0
@@ -180,8 +188,7 @@ def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span:
         if not shard.sequence_parallel:
             return 0.0, 0.0, 0.0
         # Held whole: gather the sequence in, keep one slice of the output; the reverse backward.
-        inputs = sum(g.bytes_at(b, s, width) for g in kind.saved if g.is_input)
-        once = all_gather_seconds(inputs, span)
+        once = all_gather_seconds(inputs.at(b, s) * width, span)
         return once, once, once if choice.recompute == "full" else 0.0
     entries = [e.at(b, s) * width for e in kind.tensor_parallel.entries]
     exits = [e.at(b, s) * width for e in kind.tensor_parallel.exits]

@@ -1,13 +1,14 @@
 """Memory of one layer on one rank, and of a pipeline rank at the peak of its schedule.
 
-Symbols: P = parameters of the layer on this rank (divided by the tensor-parallel degree), d = dp_shard
-degree. Bytes per parameter come from the request's precision (`planner/request.py`).
+Symbols: P = parameters of the layer on this rank (divided by the tensor-parallel degree), d =
+dp_shard degree. Bytes per parameter come from the request's precision (`planner/request.py`).
 
     parameters   P_trainable*stored/d + P_frozen*compute/d
     copy         P*compute            kept if not resharded, else part of the working set
     gradients    P_trainable*gradient/d, or P_trainable*reduce while they accumulate unsharded
     states       P_trainable*moments*state/d
-    activations  saved bytes of one micro-batch, times the micro-batches in flight
+    activations  saved bytes of one micro-batch, times the micro-batches in flight; recomputed
+                 layers keep their input, and with `selective` what matmuls and attention made
     working set  the largest of the layer's own at its peak: what is recomputed, temporaries,
                  gathered parameters (this unit and the prefetched next), gradients being reduced
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from planner.cost.compute import Shard, split_degree
 from planner.layout import Choice
 from planner.request import Request
-from profiler.layer_graph import LayerKind, TensorGroup
+from profiler.layer_graph import NOTHING, Extent, LayerKind, TensorGroup
 
 __all__ = ["BLOCK_BYTES", "LayerMemory", "layer_memory", "local_parameters"]
 
@@ -60,7 +61,8 @@ def _blocks(num_bytes: float) -> int:
 
 def local_parameters(kind: LayerKind, tp: int, without: frozenset[str] = frozenset()
                      ) -> tuple[int, int]:
-    """(trainable, frozen) parameters held by one tensor-parallel rank; `without` names are left out.
+    """(trainable, frozen) parameters held by one tensor-parallel rank; `without` names are left
+    out.
 
     A dimension that the degree does not divide counts as padded: ceil(size / tp).
     """
@@ -89,13 +91,14 @@ def _group_bytes(groups: Iterable[TensorGroup], shard: Shard) -> int:
 
 
 def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Request,
-                 dp_shard: int, unsharded_gradients: bool,
+                 dp_shard: int, unsharded_gradients: bool, inputs: Extent = NOTHING,
                  without: frozenset[str] = frozenset()) -> LayerMemory:
     """Bytes of one layer under one choice.
 
     Args:
         shard: with `tp` = 1 where the layer is held whole.
         unsharded_gradients: gradients accumulate whole over the micro-batches of a step.
+        inputs: elements of the layer's input, which a checkpoint keeps if autograd does not.
         without: parameters charged elsewhere (tied ones that another layer holds).
     """
     size = request.bytes
@@ -103,10 +106,16 @@ def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Requ
     gathered = (trainable + frozen) * size.compute_bytes
     has_copy = dp_shard > 1 or (size.has_compute_copy and trainable > 0)
     resharded = has_copy and choice.reshard and dp_shard > 1
-    kept = [g for g in kind.saved if g.is_input or choice.recompute == "none"
-            or (choice.recompute == "selective" and g.kept_by_selective)]
-    saved_bytes = _group_bytes(kept, shard)
-    dropped_bytes = _group_bytes(kind.saved, shard) - saved_bytes
+    everything = _group_bytes(kind.saved, shard)
+    if choice.recompute == "none":
+        saved_bytes, dropped_bytes = everything, 0
+    else:
+        kept = _group_bytes([g for g in kind.saved if choice.recompute == "selective"
+                             and g.kept_by_selective and not g.is_input], shard)
+        entering = TensorGroup(name="input", elements=inputs, split="sequence")
+        entered = max(_group_bytes([entering], shard),
+                      _group_bytes([g for g in kind.saved if g.is_input], shard))
+        saved_bytes, dropped_bytes = kept + entered, everything - kept
     working = max(_group_bytes(kind.forward_working_set, shard),
                   _group_bytes(kind.backward_working_set, shard) + dropped_bytes)
     if resharded:

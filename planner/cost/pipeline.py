@@ -4,12 +4,13 @@ Symbols: p = pipeline ranks, v = chunks per rank (stages k = 0..p*v-1, stage k o
 micro-batches, f_k / b_k = seconds of stage k forward / backward for one micro-batch, receiving
 included; t_r = seconds of all chunks of rank r.
 
-    1F1B         (m - 1) max_r t_r + sum_r t_r                       (Narayanan et al., SC21, section 2.2)
+    1F1B         (m - 1) max_r t_r + sum_r t_r
     GPipe        (m - 1) (max_r f_r + max_r b_r) + sum_r t_r
-    interleaved  (m - 1/v) max_r t_r + (sum_r t_r) / v               (ibid.: the bubble shrinks by v)
+    interleaved  (m - 1/v) max_r t_r + (sum_r t_r) / v        the bubble shrinks by v
 
-All three are exact for equal stages. The replay orders the operations of each rank as the schedule
-does, and lets each start when its rank is free and its input has come.
+(Narayanan et al., SC21, section 2.2.) All three are exact for equal stages. The replay orders the
+operations of each rank as the schedule does, and lets each start when its rank is free and its
+input has come.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.capabilities import ScheduleName
 
-__all__ = ["Operation", "TimelineEvent", "in_flight", "operations", "pipeline_seconds", "replay"]
+__all__ = ["Operation", "TimelineEvent", "first_moment", "in_flight", "operations",
+           "pipeline_seconds", "replay"]
 
 Operation = tuple[bool, int, int]
 """(is forward, micro-batch, chunk)."""
@@ -79,16 +84,31 @@ def in_flight(schedule: ScheduleName, p: int, v: int, m: int, rank: int
         return ((m,),)
     if v == 1:
         return ((min(m, p - rank),),)
-    # The pattern repeats every p*v operations; one period after the warm-up shows every moment.
-    held = [0] * v
-    moments: set[tuple[int, ...]] = set()
-    limit = _warm_up(p, v, rank) + 2 * p * v + 1
-    for forward, _, chunk in operations(schedule, p, v, min(m, 3 * p), rank)[:2 * limit]:
-        held[chunk] += 1 if forward else -1
-        if forward:
-            moments.add(tuple(held))
-    return tuple(sorted(x for x in moments if not any(
-        y != x and all(a <= b for a, b in zip(x, y, strict=True)) for y in moments)))
+    # The pattern repeats every p*v forwards; one period after the warm-up shows every moment.
+    forwards = np.arange(1, min(m * v, _warm_up(p, v, rank) + p * v + 1) + 1)
+    held = _first_of_chunk(forwards, p, v)
+    held -= _first_of_chunk(np.maximum(forwards - 1 - _warm_up(p, v, rank), 0), p, v)[:, ::-1]
+    moments = np.unique(held, axis=0)
+    below = (moments[:, None] <= moments[None]).all(axis=2)
+    dominated = below.sum(axis=1) > 1  # by another than itself
+    return tuple(tuple(int(n) for n in row) for row in moments[~dominated])
+
+
+def _first_of_chunk(operations_done: NDArray[np.int64], p: int, v: int) -> NDArray[np.int64]:
+    """How many of the first n operations are of each chunk, shape (len(n), v): they come in
+    groups of p per chunk."""
+    rounds, rest = np.divmod(operations_done, p * v)
+    chunk = np.arange(v) * p
+    return rounds[:, None] * p + np.clip(rest[:, None] - chunk, 0, p)
+
+
+def first_moment(schedule: ScheduleName, p: int, v: int, m: int, rank: int) -> tuple[int, ...]:
+    """The micro-batches in flight, per chunk, when the warm-up ends: one of `in_flight`'s
+    moments."""
+    if v == 1:
+        return in_flight(schedule, p, v, m, rank)[0]
+    rounds, rest = divmod(min(m * v, _warm_up(p, v, rank) + 1), p * v)
+    return tuple(rounds * p + min(max(rest - c * p, 0), p) for c in range(v))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,5 +37,7 @@ def _print(layout: Layout, graph: LayerGraph, topology: Topology, wall_s: float 
     console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
     if not console.is_terminal or console.width > WIDTH:
         console.width = WIDTH
-    for section in sections(Subject(layout, graph, topology, wall_s)):
-        console.print(section)
+    with console.capture() as capture:
+        for section in sections(Subject(layout, graph, topology, wall_s)):
+            console.print(section)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))

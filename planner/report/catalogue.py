@@ -19,9 +19,9 @@ def models() -> str:
     """The catalogue, a model a line."""
     from planner.models import catalogue
 
-    rows = [("name", "parameters", "layers", "longest", "samples")]
+    rows = [("name", "parameters", "layers", "longest", "samples", "")]
     rows += [(entry.name, f"{entry.num_parameters:,}", f"{entry.num_layers}",
-              f"{entry.max_seq_len:,}" if entry.max_seq_len else "-", entry.sample)
+              f"{entry.max_seq_len:,}" if entry.max_seq_len else "-", entry.sample, entry.note)
              for entry in catalogue()]
     return _columns(rows, right={1, 2, 3})
 

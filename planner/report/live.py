@@ -19,7 +19,7 @@ def describe(progress: Progress) -> str:
     """Incumbent, bound and counts in one line."""
     best = "-" if progress.incumbent_s is None else seconds(progress.incumbent_s)
     bound = "-" if progress.bound_s is None else seconds(progress.bound_s)
-    counts = f"{progress.solved:,} of {progress.candidates:,} candidates solved"
+    counts = f"{progress.candidates:,} candidates, {progress.solved:,} solved"
     parts = [f"best {best}", f"bound {bound}", counts, progress.message]
     return " | ".join(part for part in parts if part)
 

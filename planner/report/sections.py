@@ -20,12 +20,12 @@ from profiler.layer_graph import LayerGraph
 __all__ = ["Subject", "sections"]
 
 AXIS_WORDS: dict[Axis, str] = {
-    "pp": "pipeline stages",
-    "dp_replicate": "replicas, gradients all-reduced",
-    "dp_shard": "ranks that share parameters, gradients and optimizer states",
-    "cp": "parts of each sequence",
-    "tp": "parts of each tensor",
-    "ep": "parts of the experts",
+    "pp": "layers in stages",
+    "dp_replicate": "replicas",
+    "dp_shard": "parameters, gradients and optimizer states sharded",
+    "cp": "sequences divided",
+    "tp": "layers divided",
+    "ep": "experts spread",
 }
 SYNC_WORDS = {"last_micro_batch": "once a step", "each_micro_batch": "after each micro-batch"}
 STATUS_WORDS = {
@@ -65,6 +65,7 @@ def sections(subject: Subject) -> Iterator[RenderableType]:
     yield from memory_tables(subject.layout)
     yield _title("Step time")
     yield _step(subject.prediction)
+    yield _title("Throughput")
     yield _throughput(subject)
     yield _title("Proof")
     yield _proof(subject)
@@ -78,6 +79,8 @@ def sections(subject: Subject) -> Iterator[RenderableType]:
     if over:
         yield _title("Does not fit")
         yield lines([("-", line) for line in over])
+    elif subject.wall_s is None:
+        yield _title("Legal, and it fits")
 
 
 def _title(text: str) -> Text:
@@ -134,7 +137,7 @@ def _axis(subject: Subject, axis: Axis) -> str:
         where = f"spans {span.num_hosts:,} hosts"
     words = AXIS_WORDS[axis]
     if axis == "tp" and subject.coster.sequence_parallel(mesh.tp):
-        words += " (sequence parallel between them)"
+        words += ", sequences between them"
     return f"{axis} {mesh.degree(axis):,}: {words}; {where}"
 
 
@@ -177,12 +180,15 @@ def _proof(subject: Subject) -> Table:
     rows.append(("bound", f"{seconds(proof.bound_s)}: no step of the space is shorter"))
     rows.append(("gap", f"{share(proof.gap)} of the step" if proof.gap else
                  f"0, to a resolution of {proof.resolution:.0e}"))
-    rows.append(("space", f"{_large(proof.space_size)} layouts in {proof.candidates:,} candidates: "
-                 f"{proof.bounded:,} ruled out by a bound, {proof.solved:,} solved"))
+    rows.append(("space", f"{_large(proof.space_size)} meshes, micro-batches and schedules, each "
+                 "with every cut into stages and every choice of the layers"))
+    rows.append(("search", f"{proof.candidates:,} candidates priced, {proof.bounded:,} bounded "
+                 f"with their memory, {proof.solved:,} solved as programs; bounds rule out the "
+                 "rest"))
     if proof.solver:
         rows.append(("solver", printable(proof.solver)))
     if subject.wall_s is not None:
-        rows.append(("search took", f"{subject.wall_s:.2f} s"))
+        rows.append(("seconds", f"{subject.wall_s:.2f}"))
     return lines(rows)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -64,47 +65,58 @@ def _collapse(ranks: Sequence[_Rank], graph: LayerGraph) -> list[list[_Rank]]:
 def stage_table(layout: Layout, graph: LayerGraph) -> Table:
     """Layers, ranks, choices and seconds of each pipeline rank; idle columns are left out."""
     mesh, names = layout.mesh, LayerNames(graph)
-    rows = _collapse(_ranks(layout), graph)
-    mixed = len({run[0].prediction.device for run in rows}) > 1
-    optional = {"device": mixed, "reshard": mesh.dp_shard > 1, "tensor parallel": mesh.tp > 1}
-    columns = ["stage", "layers", "ranks", "device", "recompute", "reshard", "tensor parallel",
-               "per micro-batch", "memory GiB"]
-    columns = [name for name in columns if optional.get(name, True)]
-    table = figures(*columns, right=("stage", "per micro-batch", "memory GiB"),
-                    unbroken=("per micro-batch", "memory GiB"))
-    for run in rows:
+    runs = _collapse(_ranks(layout), graph)
+    mixed = len({run[0].prediction.device for run in runs}) > 1
+    optional = {"device": mixed, "reshard": mesh.dp_shard > 1, "tp": mesh.tp > 1}
+    columns = [name for name in ("stage", "layers", "ranks", "device", "recompute", "reshard", "tp",
+                                 "micro-batch", "GiB") if optional.get(name, True)]
+    table = figures(*columns, right=("stage", "micro-batch", "GiB"),
+                    unbroken=("ranks", "micro-batch", "GiB"))
+    for run in runs:
         for cells in _rows(run, mesh, names):
-            table.add_row(*(cells[name] for name in columns))
+            table.add_row(*(cells.get(name, "") for name in columns))
     return table
 
 
 def _rows(run: Sequence[_Rank], mesh: Mesh, names: LayerNames) -> Iterator[dict[str, str]]:
-    """A row for each choice; what belongs to the stage stands in the first."""
+    """A row for each choice of a pipeline rank; several ranks together are one row."""
     first = run[0]
-    most = max(rank.prediction.total_memory_bytes for rank in run)
+    most = gib(max(rank.prediction.total_memory_bytes for rank in run))
     whole = {"stage": ranges(rank.index for rank in run), "ranks": _devices(run, mesh),
-             "device": printable(first.prediction.device),
-             "per micro-batch": seconds(first.seconds),
-             "memory GiB": gib(most) if len(run) == 1 else f"<= {gib(most)}"}
+             "device": printable(first.prediction.device), "micro-batch": seconds(first.seconds),
+             "GiB": most if len(run) == 1 else f"<= {most}"}
+    if len(run) > 1:
+        every = sorted(layer for rank in run for _, layers in rank.layers for layer in layers)
+        text = f"{names.text(every)} ({len(every) // len(run)} each)"
+        yield whole | {"layers": text} | _choices(first.layers)
+        return
     for position, (choice, layers) in enumerate(first.layers):
-        every = [layer for rank in run for layer in rank.layers[position][1]]
-        text = names.text(sorted(every))
-        if len(run) > 1:
-            text += f" ({len(layers)} each)"
-        parameters = "after forward" if choice.reshard else "kept"
-        cells = {"layers": text, "recompute": choice.recompute, "reshard": parameters,
-                 "tensor parallel": "divided" if choice.tensor_parallel else "whole"}
-        blank = dict.fromkeys(whole, "")
-        yield (whole if position == 0 else blank) | cells
+        cells = {"layers": names.text(layers)} | _choices([(choice, layers)])
+        yield (whole if position == 0 else {}) | cells
+
+
+def _choices(layers: Sequence[tuple[Choice, Sequence[int]]]) -> dict[str, str]:
+    """What is chosen, with the number of layers where they differ: `full 2, none 4`."""
+    def words(word: Callable[[Choice], str]) -> str:
+        counts: Counter[str] = Counter()
+        for choice, found in layers:
+            counts[word(choice)] += len(found)
+        if len(counts) == 1:
+            return next(iter(counts))
+        return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+    return {"recompute": words(lambda choice: choice.recompute),
+            "reshard": words(lambda choice: "yes" if choice.reshard else "no"),
+            "tp": words(lambda choice: "yes" if choice.tensor_parallel else "no")}
 
 
 def _devices(run: Sequence[_Rank], mesh: Mesh) -> str:
-    """The ranks of these pipeline ranks; repeated blocks are described."""
+    """Their ranks in the mesh: `0-7`, or `0-7 of every 32` where they come back."""
     stride = mesh.stride("pp") if mesh.pp > 1 else mesh.num_devices
     low, high = run[0].index * stride, (run[-1].index + 1) * stride - 1
     block = f"{low:,}-{high:,}" if high > low else f"{low:,}"
     period = mesh.pp * stride
-    return block if period == mesh.num_devices else f"{block}, and so on every {period:,}"
+    return block if period == mesh.num_devices else f"{block} of every {period:,}"
 
 
 def memory_tables(layout: Layout) -> Iterator[Table]:

@@ -83,7 +83,8 @@ class LayerNames:
                 last.layer, last.high = layer, number
             else:
                 runs.append(run)
-        return ", ".join(run.text() for run in runs)
+        return ", ".join(run.text() if last is None or not last.like(run) else run.numbers()
+                         for last, run in zip([None, *runs], runs, strict=False))
 
 
 @dataclass(slots=True)
@@ -101,13 +102,21 @@ class _Run:
                 and (self.before, self.after, self.high + 1)
                 == (other.before, other.after, other.low))
 
+    def like(self, other: _Run) -> bool:
+        """Whether the numbers alone say what the other is: `layers 0-3, 8-9`."""
+        return (self.low is not None and other.low is not None and not self.after
+                and self.before.endswith(".")
+                and (self.before, self.after) == (other.before, other.after))
+
+    def numbers(self) -> str:
+        return f"{self.low}-{self.high}" if self.low != self.high else f"{self.low}"
+
     def text(self) -> str:
         if self.low is None:
             return self.before
-        numbers = f"{self.low}-{self.high}" if self.low != self.high else f"{self.low}"
         if not self.after and self.before.endswith("."):
-            return f"{self.before[:-1]} {numbers}"
-        return f"{self.before}{numbers}{self.after}"
+            return f"{self.before[:-1]} {self.numbers()}"
+        return f"{self.before}{self.numbers()}{self.after}"
 
 
 def _numbered(name: str) -> tuple[str, int | None, str]:

@@ -28,7 +28,7 @@ def commands() -> None:
 @click.argument("layout")
 @click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True,
               help="The step to train up to.")
-@click.option("--model", help="Where the layout's model is: a config.json, package.module:function.")
+@click.option("--model", help="Where its model is: a config.json, package.module:function.")
 @click.option("--data", metavar="FILE", help="Token ids, one after the other. [synthetic]")
 @click.option("--data-dtype", type=click.Choice(["uint16", "uint32"]),
               help="How FILE holds them. [by vocabulary]")
@@ -55,7 +55,7 @@ def _train(**options: Any) -> None:
 
 @commands.command("verify")
 @click.argument("layout")
-@click.option("--model", help="Where the layout's model is: a config.json, package.module:function.")
+@click.option("--model", help="Where its model is: a config.json, package.module:function.")
 @click.option("--max-processes", type=click.IntRange(min=1, max=64), default=8, show_default=True,
               help="CPU processes to start at most.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=300.0,
@@ -87,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         cause = _lost(error)
         if cause is None:
             raise
-        print(f"{where}lost contact with another rank ({cause[:160]}); ending. Start again with --resume to go "
+        print(f"{where}lost contact with another rank ({cause[:160]}); ending. Start again with "
+              f"--resume to go "
               f"on from the last whole checkpoint", file=sys.stderr, flush=True)
         status = LOST
     if rank is not None and status:

@@ -3,9 +3,10 @@
     <path>/step-00000120/meshwright.json     what it is: model digest, step, position, schedule
     <path>/step-00000120/*.distcp, .metadata    parameters and optimizer state, each rank its shards
 
-A checkpoint is written under a name that ends in ".partial" and renamed when all of it is on disk: a name without
-that ending is a whole checkpoint, and only such are looked at. Names are the model's own; a parameter that several
-stages share is saved once; one whose shards are interleaved (see `fused`) is saved in the original order.
+A checkpoint is written under a name that ends in ".partial" and renamed when all of it is on disk:
+a name without that ending is a whole checkpoint, and only such are looked at. Names are the model's
+own; a parameter that several stages share is saved once; one whose shards are interleaved (see
+`fused`) is saved in the original order.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def save(run: Run, path: str | Path, position: dict[str, Any] | None = None) -> 
             _flush(child)
         if final.exists():  # the same step, saved again
             shutil.rmtree(final)
-        os.replace(partial, final)
+        partial.replace(final)
         _flush(final.parent)
 
     _on_first_rank(finish)
@@ -75,7 +76,7 @@ def save(run: Run, path: str | Path, position: dict[str, Any] | None = None) -> 
 
 
 def load(run: Run, path: str | Path) -> dict[str, Any]:
-    """Load the last whole checkpoint of a folder (or the one that `path` is) and return its position.
+    """Load the last whole checkpoint of a folder (or the one at `path`); returns its position.
 
     Raises:
         InvalidInput: there is none, or it is of another model.
@@ -83,7 +84,8 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
     folder = Path(path)
     found = folder if (folder / DOCUMENT).is_file() else latest(folder)
     if found is None or found.name.endswith(".partial"):
-        raise InvalidInput(f"{path}: no whole checkpoint there (one is a folder step-... that holds "
+        raise InvalidInput(f"{path}: no whole checkpoint there (one is a folder step-... that "
+                           f"holds "
                            f"{DOCUMENT})")
     document = read_data(found / DOCUMENT)
     if not isinstance(document, dict) or document.get("version") != VERSION:

@@ -1,6 +1,7 @@
 """The two collectives of sequence parallelism, each the other's backward.
 
-x_BSH is sharded by sequence, dim 1. Functional collectives are used so that recompute policies see them.
+x_BSH is sharded by sequence, dim 1. Functional collectives are used so that recompute policies see
+them.
 """
 
 from __future__ import annotations

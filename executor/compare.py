@@ -1,8 +1,8 @@
 """A run against one process: gradients in float64, then losses over some steps in float32.
 
-Gradients are the judge: a loss can hide a wrong gradient for a long time. Differences are relative to a
-parameter's largest gradient, floored at a millionth of the model's largest, since some gradients are truly zero
-(a key bias under softmax).
+Gradients are the judge: a loss can hide a wrong gradient for a long time. Differences are relative
+to a parameter's largest gradient, floored at a millionth of the model's largest, since some
+gradients are truly zero (a key bias under softmax).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from profiler.layer_graph import LayerGraph
 __all__ = ["GRADIENT_LIMIT", "STEPS", "STEPS_LIMIT", "Comparison", "Problem", "compare"]
 
 GRADIENT_LIMIT = 1e-10
-"""Largest relative difference of a gradient in float64. Right layouts reach 1e-15, faults 1e-3 and more."""
+"""Largest relative difference of a gradient in float64: right layouts reach 1e-15, faults 1e-3."""
 
 STEPS, STEPS_LIMIT = 5, 1e-5
 """Steps of AdamW in float32, and the largest difference of their losses."""
@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The worst over all ranks. num_missing: trainable parameters with a gradient in one run only."""
+    """The worst over all ranks. num_missing: parameters with a gradient in one run only."""
 
     gradient: float
     where: str

@@ -1,6 +1,7 @@
 """Batches for training from the command line, the same whatever the layout.
 
-A sample is a function of its number alone, so a run that is resumed elsewhere goes on where it stopped.
+A sample is a function of its number alone, so a run that is resumed elsewhere goes on where it
+stopped.
 
     synthetic     tokens that step through the vocabulary with a stride of their own (a model learns
                   that within some dozens of steps); random images with random classes
@@ -73,7 +74,8 @@ def make_source(graph: LayerGraph, seq_len: int, data: str | None, dtype: str | 
     """The samples to train `graph` on. config: the Hugging Face config, or None.
 
     Raises:
-        InvalidInput: a model of other inputs, a file too short, or with tokens outside the vocabulary.
+        InvalidInput: a model of other inputs, a file too short, or with tokens outside the
+            vocabulary.
     """
     if graph.sample == "images" and config is not None:
         size = config.image_size
@@ -83,7 +85,8 @@ def make_source(graph: LayerGraph, seq_len: int, data: str | None, dtype: str | 
     vocabulary = getattr(config, "vocab_size", None)
     if graph.sample != "tokens" or vocabulary is None:
         raise InvalidInput(f"the command line trains Hugging Face models of tokens or images; "
-                           f"{graph.name!r} takes {graph.sample}: use executor.parallelize from Python")
+                           f"{graph.name!r} takes {graph.sample}: use executor.parallelize from "
+                           f"Python")
     rows = (_synthetic(vocabulary, seq_len) if data is None
             else _file(Path(data), dtype, vocabulary, seq_len))
     return Source(rows=rows, kind=_kind(graph), vocabulary=vocabulary)
@@ -114,7 +117,8 @@ def _file(path: Path, dtype: str | None, vocabulary: int, seq_len: int
         starts = [(number % samples) * seq_len for number in range(first, first + count)]
         made = np.stack([tokens[s:s + seq_len + 1] for s in starts]).astype(np.int64)
         if int(made.max()) >= vocabulary:
-            raise InvalidInput(f"{path}: holds token {int(made.max())}, the model's vocabulary ends at "
+            raise InvalidInput(f"{path}: holds token {int(made.max())}, the model's vocabulary "
+                               f"ends at "
                                f"{vocabulary - 1} (is it {kind}?)")
         return torch.from_numpy(made)
     return rows

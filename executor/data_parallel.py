@@ -1,13 +1,14 @@
-"""Data parallelism of one stage by FSDP2: sharded (ZeRO-3 or ZeRO-2 layer by layer), replicated, or both.
+"""Data parallelism of one stage by FSDP2: sharded (ZeRO-3 or ZeRO-2 layer by layer), replicated, or
+both.
 
     dp_shard > 1                     fully_shard, each layer with its own reshard_after_forward
     dp_shard > 1, dp_replicate > 1   the same over a 2-D mesh (HSDP)
-    dp_replicate > 1 alone           replicate_with_fsdp.replicate: gradients all-reduced beside backward
-    neither, mixed precision         fully_shard over one rank, for its compute copies
+    dp_replicate > 1 alone           replicate_with_fsdp.replicate: gradients all-reduced beside
+    backward neither, mixed precision         fully_shard over one rank, for its compute copies
 
-The DDP-based `_composable.replicate` is not used: within a pipeline it trains on wrong gradients, silently.
-Layers that share a parameter stay in the stage's outermost unit: in a unit of its own a shared table
-would be torn from its other place.
+The DDP-based `_composable.replicate` is not used: within a pipeline it trains on wrong gradients,
+silently. Layers that share a parameter stay in the stage's outermost unit: in a unit of its own a
+shared table would be torn from its other place.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def shard_stage(stage: nn.Module, layers: Sequence[tuple[nn.Module, Choice]], me
         if not parameters or any(owners[id(p)] > 1 for p in parameters):
             continue
         _apply(module, sharded, dp_mesh, _policy(precision, cast_inputs=True), choice.reshard)
-    # the loss is computed inside the stage, and targets must not be cast: the stage casts its own inputs
+    # the loss is computed inside the stage, and targets must not be cast: the stage casts its own
+    # inputs
     _apply(stage, sharded, dp_mesh, _policy(precision, cast_inputs=False), False)
 
 
@@ -84,8 +86,8 @@ def prepare_micro_batch(stage: nn.Module, layers: Sequence[tuple[nn.Module, Choi
                         mesh: ParallelMesh, *, is_last: bool, sync_each: bool) -> None:
     """Say what the coming backward does with gradients and gathered parameters (no pipeline).
 
-    Gradients are reduced after the last micro-batch, or after each (then between the shards, and between
-    replicas after the last). Layers that do not reshard stay gathered until the last.
+    Gradients are reduced after the last micro-batch, or after each (then between the shards, and
+    between replicas after the last). Layers that do not reshard stay gathered until the last.
     """
     if not isinstance(stage, FSDPModule):
         return

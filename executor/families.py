@@ -1,9 +1,9 @@
 """Which modules may be divided over a tensor-parallel group, as data.
 
-A column matmul leaves each rank some of the heads or features, and the code around it must not count on
-all of them. That is known of the classes listed here (each has a parity test); a layer that would divide
-another class's matmuls is refused, for `view(batch, length, num_heads, -1)` would train on, wrongly.
-Nothing here imports torch.
+A column matmul leaves each rank some of the heads or features, and the code around it must not
+count on all of them. That is known of the classes listed here (each has a parity test); a layer
+that would divide another class's matmuls is refused, for `view(batch, length, num_heads, -1)` would
+train on, wrongly. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["FAMILIES", "NORMS", "Family"]
 class Family:
     """How to divide one class.
 
-    fused: parameters that hold several matrices side by side in their divided dim, and how many: each of
-        them is divided, not the whole.
+    fused: parameters that hold several matrices side by side in their divided dim, and how many:
+        each of them is divided, not the whole.
     divided_attributes: integers of the module that count divided features.
     gathers_input: the module's first argument is a shard of the sequence, and is gathered.
     reduces_output: its result is a term of a sum over ranks, reduced and scattered (a mixture of

@@ -1,7 +1,7 @@
 """Whole models in float64, for proofs: models that cast to float32 inside cast to float64 instead.
 
-Norms and softmaxes of Hugging Face models compute in float32 whatever their input, so that two right layouts
-differ by 1e-7 and a small fault hides; in float64 throughout they agree to 1e-14.
+Norms and softmaxes of Hugging Face models compute in float32 whatever their input, so that two
+right layouts differ by 1e-7 and a small fault hides; in float64 throughout they agree to 1e-14.
 """
 
 from __future__ import annotations

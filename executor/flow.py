@@ -1,7 +1,8 @@
 """Which layer reads which outputs of which layers: what each pipeline cut must carry.
 
-Learnt from one run of the model's own forward in which no layer computes: each returns placeholders of the
-shapes that it would return, and notes the placeholders that reach it. Glue between layers runs as ever.
+Learnt from one run of the model's own forward in which no layer computes: each returns placeholders
+of the shapes that it would return, and notes the placeholders that reach it. Glue between layers
+runs as ever.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """outputs: by layer. reads: the sources each layer reads. result: those the model's result needs."""
+    """outputs: by layer. reads: the sources each layer reads. result: those the result needs."""
 
     outputs: dict[int, Output]
     reads: dict[int, frozenset[Source]]
@@ -75,8 +76,8 @@ def find_flow(model: nn.Module, names: Sequence[str], args: tuple[Any, ...],
               kwargs: dict[str, Any], compute_dtype: torch.dtype | None) -> Flow:
     """Run `model` once with every layer replaced by its shapes.
 
-    names: layer modules in the order of their calls. compute_dtype: what floating parameters and inputs are cast to
-        before they are computed with; None where they are not.
+    names: layer modules in the order of their calls. compute_dtype: what floating parameters and
+        inputs are cast to before they are computed with; None where they are not.
 
     Raises:
         InvalidInput: the layers are not called once each in that order.
@@ -103,7 +104,8 @@ def find_flow(model: nn.Module, names: Sequence[str], args: tuple[Any, ...],
     with LayerCalls.intercept(model, names, handle), torch.no_grad():
         result = model(*args, **kwargs)
     if list(outputs) != list(range(len(names))):
-        raise InvalidInput(f"the model calls its layers in the order {list(outputs)[:12]}..., the layout "
+        raise InvalidInput(f"the model calls its layers in the order {list(outputs)[:12]}..., the "
+                           f"layout "
                            f"counts on 0..{len(names) - 1}: trace it again")
     needed = frozenset[Source]().union(*(p.sources for p in placeholders_in(_tensors(result))))
     return Flow(outputs, reads, needed)
@@ -129,7 +131,8 @@ def _shapes(module: nn.Module, forward: Any, args: Any, kwargs: Any,
         return torch.empty(leaf.shape, dtype=dtype, device="cpu")
 
     # routing looks at values; whatever it finds, experts return a tensor like their input
-    experts = [(inner, vars(inner).get("forward")) for inner in module.modules() if is_experts(inner)]
+    experts = [(inner, vars(inner).get("forward")) for inner in module.modules()
+               if is_experts(inner)]
     stores = [(inner._parameters, dict(inner._parameters)) for inner in module.modules()]
     buffers = [(inner._buffers, dict(inner._buffers)) for inner in module.modules()]
     with mode, torch.no_grad():

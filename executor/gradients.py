@@ -14,7 +14,7 @@ __all__ = ["clip", "finish_partial", "global_norm"]
 
 
 def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum gradients that are still one term a rank (tensor parallelism without FSDP2, which does it)."""
+    """Sum gradients that are still one term a rank (tensor parallelism without FSDP2)."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
@@ -22,7 +22,7 @@ def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def global_norm(gradients: Iterable[torch.Tensor], mesh: ParallelMesh) -> torch.Tensor:
-    """The 2-norm over every parameter of the model; `gradients` of this rank's stages, each parameter once.
+    """The 2-norm over the whole model; `gradients` are this rank's, each parameter once.
 
     Gradients are grouped by their mesh, since one norm cannot span two.
     """

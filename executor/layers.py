@@ -1,8 +1,8 @@
 """The layers of a model as its forward calls them.
 
-`LayerCalls` puts one handler around the forward of every layer module. The handler is told which layer
-(by its place in the LayerGraph) is called, so a module that is registered under two names and called twice is
-two layers. Everything else of the model's forward stays as it is.
+`LayerCalls` puts one handler around the forward of every layer module. The handler is told which
+layer (by its place in the LayerGraph) is called, so a module that is registered under two names and
+called twice is two layers. Everything else of the model's forward stays as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def layer_modules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     missing = [name for name in names if name not in known]
     if missing:
         raise InvalidInput(f"the model has no module {', '.join(map(repr, missing[:5]))}"
-                           f"{' ...' if len(missing) > 5 else ''}: it is not the one that was traced")
+                           f"{' ...' if len(missing) > 5 else ''}: it is not the one that was "
+                           f"traced")
     return [known[name] for name in names]
 
 

@@ -84,9 +84,9 @@ def _batch(layout: Layout) -> Iterator[str]:
 
 def _features(layout: Layout, known: Capabilities) -> Iterator[str]:
     mesh = layout.mesh
-    for axis in ("cp", "ep"):
-        if mesh.degree(axis) > 1:  # type: ignore[arg-type]
-            yield f"{axis} is {mesh.degree(axis)}: the executor runs only {axis} = 1"  # type: ignore[arg-type]
+    for axis, degree in (("cp", mesh.cp), ("ep", mesh.ep)):
+        if degree > 1:
+            yield f"{axis} is {degree}: the executor runs only {axis} = 1"
     if layout.request.precision == "fp16-mixed":
         yield ("precision fp16-mixed needs dynamic loss scaling, which the executor has not; "
                "use bf16-mixed, bf16 or fp32")
@@ -132,7 +132,8 @@ def _tensor_parallel(layout: Layout, graph: LayerGraph, known: Capabilities) -> 
         yield f"tp {tp}: only models of tokens are divided, {graph.name!r} takes {graph.sample}"
         return
     if layout.request.seq_len % tp:
-        yield (f"tp {tp} must divide seq_len {layout.request.seq_len} (sequence parallelism); legal "
+        yield (f"tp {tp} must divide seq_len {layout.request.seq_len} (sequence parallelism); "
+               f"legal "
                f"degrees: {_divisors(layout.request.seq_len)}")
     chosen = choices(layout)
     seen: set[str] = set()

@@ -1,8 +1,8 @@
 """Losses as sums with counts, so that the mean is over the global batch whatever its division.
 
 A mean over each micro-batch, averaged, is wrong as soon as micro-batches hold unequal numbers of
-real tokens. A `Loss` therefore gives the sum over a micro-batch and the number of terms; the executor
-divides by the count over all micro-batches of all data-parallel ranks.
+real tokens. A `Loss` therefore gives the sum over a micro-batch and the number of terms; the
+executor divides by the count over all micro-batches of all data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ IGNORED = -100
 class Loss:
     """A loss over a global batch.
 
-    total: (outputs, targets) of one micro-batch -> the sum of its terms, a scalar. Under tensor parallelism
-        `outputs` is a DTensor if `divided`, else the whole tensor.
+    total: (outputs, targets) of one micro-batch -> the sum of its terms, a scalar. Under tensor
+        parallelism `outputs` is a DTensor if `divided`, else the whole tensor.
     count: targets -> number of terms in the sum.
     """
 
@@ -84,7 +84,7 @@ def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def cross_entropy() -> Loss:
-    """Cross-entropy of logits (batch, ..., classes) and class indices (batch, ...); -100 is ignored.
+    """Cross-entropy of logits (batch, ..., classes) and classes (batch, ...); -100 is ignored.
 
     Targets of a causal model are the next tokens: nothing is shifted here.
     """

@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from planner.layout import Layout
+from planner.layout import Axis, Layout
 from planner.layout import Mesh as MeshSpec
 from profiler.errors import InvalidInput
 
 __all__ = ["AXIS_NAMES", "ParallelMesh", "build_mesh", "coordinates"]
 
-AXIS_NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
+AXIS_NAMES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
 """Dims of the DeviceMesh, whatever the order in which ranks are laid over them."""
 
 
-def coordinates(spec: MeshSpec, rank: int) -> dict[str, int]:
+def coordinates(spec: MeshSpec, rank: int) -> dict[Axis, int]:
     """The coordinate of a rank along each axis: ranks are row-major over `spec.order`."""
-    return {axis: rank // spec.stride(axis) % spec.degree(axis)  # type: ignore[arg-type]
+    return {axis: rank // spec.stride(axis) % spec.degree(axis)
             for axis in AXIS_NAMES}
 
 
@@ -35,7 +35,7 @@ class ParallelMesh:
     rank: int
     device: torch.device
 
-    def coordinate(self, axis: str) -> int:
+    def coordinate(self, axis: Axis) -> int:
         return coordinates(self.spec, self.rank)[axis]
 
     @property
@@ -61,8 +61,9 @@ class ParallelMesh:
 
     def all_reduce_dp(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that work on other samples of the same batch, in place."""
-        for axis in ("dp_shard", "dp_replicate"):
-            if self.spec.degree(axis) > 1:  # type: ignore[arg-type]
+        axes: tuple[Axis, ...] = ("dp_shard", "dp_replicate")
+        for axis in axes:
+            if self.spec.degree(axis) > 1:
                 dist.all_reduce(tensor, group=self.group(axis))
         return tensor
 
@@ -74,21 +75,21 @@ class ParallelMesh:
 
     def rank_at(self, **moved: int) -> int:
         """The rank whose coordinates are this rank's but for those given."""
-        place = coordinates(self.spec, self.rank) | moved
-        return sum(place[axis] * self.spec.stride(axis) for axis in AXIS_NAMES)  # type: ignore[arg-type]
+        place = {str(a): c for a, c in coordinates(self.spec, self.rank).items()} | moved
+        return sum(place[axis] * self.spec.stride(axis) for axis in AXIS_NAMES)
 
 
 def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
     """The mesh of a layout over the running process group (a world of one starts its own).
 
     Raises:
-        InvalidInput: no process group and more than one device asked for; world size other than the layout's;
-            CUDA asked for and missing.
+        InvalidInput: no process group and more than one device asked for; world size other than the
+            layout's; CUDA asked for and missing.
     """
     spec = layout.mesh
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != spec.num_devices:
-        factors = " x ".join(f"{axis} {spec.degree(axis)}" for axis in AXIS_NAMES)  # type: ignore[arg-type]
+        factors = " x ".join(f"{axis} {spec.degree(axis)}" for axis in AXIS_NAMES)
         raise InvalidInput(
             f"the layout needs {spec.num_devices} processes ({factors}), {world} are running: "
             f"start them with torchrun --nproc-per-node (x --nnodes) = {spec.num_devices}")
@@ -108,9 +109,9 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
     # pp outside of the data axes outside of tp in the mesh's dims; ranks as `order` lays them
     order = [axis for axis in spec.order if axis in AXIS_NAMES]
     order += [axis for axis in AXIS_NAMES if axis not in order]
-    shape = [spec.degree(axis) for axis in order]  # type: ignore[arg-type]
+    shape = [spec.degree(axis) for axis in order]
     ranks = torch.arange(spec.num_devices, dtype=torch.int).view(shape)
-    ranks = ranks.permute([order.index(axis) for axis in AXIS_NAMES])  # type: ignore[arg-type]
+    ranks = ranks.permute([order.index(axis) for axis in AXIS_NAMES])
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXIS_NAMES)
     return ParallelMesh(spec=spec, mesh=mesh, rank=dist.get_rank(), device=device)
 

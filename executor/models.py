@@ -31,7 +31,8 @@ def graph_of(layout: Layout, model: str | None = None) -> LayerGraph:
     try:
         graph = resolve(model or layout.model.name, name=layout.model.name if model else None)
     except UnknownName as error:
-        raise InvalidInput(f"the layout's model {layout.model.name!r} is not in the catalogue: name "
+        raise InvalidInput(f"the layout's model {layout.model.name!r} is not in the catalogue: "
+                           f"name "
                            f"its config or function with --model ({error})") from None
     check_model(layout, graph)
     return graph
@@ -49,20 +50,22 @@ def build_module(graph: LayerGraph, seed: int) -> nn.Module:
         return _hugging_face(source.hugging_face_class, source.hugging_face_config)
     if source.python_function is not None:
         return _function(source.python_function)
-    raise InvalidInput(f"the LayerGraph of {graph.name!r} does not say what it was traced from: pass the "
+    raise InvalidInput(f"the LayerGraph of {graph.name!r} does not say what it was traced from: "
+                       f"pass the "
                        f"module to executor.parallelize from Python")
 
 
 def _hugging_face(class_name: str, config: dict[str, Any]) -> nn.Module:
     import transformers
 
-    maker = getattr(transformers, class_name, None)
+    maker: Any = getattr(transformers, class_name, None)
     if not (inspect.isclass(maker) and issubclass(maker, transformers.PreTrainedModel)):
         raise InvalidInput(f"transformers has no model class {class_name!r}")
     values = {k: v for k, v in config.items() if k not in {"model_type", "architectures"}}
+    make: Any = maker
     try:
         built = transformers.AutoConfig.for_model(config["model_type"], **values)
-        model: nn.Module = maker(built)
+        model: nn.Module = make(built)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"{class_name} cannot be built of its config: "
                            f"{' '.join(str(error).split())[:200]}") from error

@@ -33,19 +33,24 @@ def parallelize(model: nn.Module, layout: Layout, *, loss: Loss,
                 device_type: str | None = None) -> Run:
     """Make `model` run as `layout` says, on the processes that are running.
 
-    model: the whole model with its weights, alike on every rank (it is taken apart: do not use it after).
+    model: the whole model with its weights, alike on every rank (it is taken apart: do not use it
+        after).
     loss: what is minimised, as sums with counts. optimizer: makes one of (groups of) parameters.
-    graph: the model's LayerGraph; else it is traced, which needs `example_inputs` unless the model has a Hugging
-        Face config. max_norm: clip gradients to this global norm. seed: of dropout, alike on every rank.
+    graph: the model's LayerGraph; else it is traced, which needs `example_inputs` unless the model
+        has a Hugging Face config. max_norm: clip gradients to this global norm. seed: of dropout,
+        alike on every rank.
 
     Raises:
-        UnsupportedLayout: the layout is illegal for the model or asks for what the executor has not.
+        UnsupportedLayout: the layout is illegal for the model or asks for what the executor has
+            not.
         InvalidInput: world size, model or device other than the layout's.
     """
     if not isinstance(loss, Loss):
         raise InvalidInput(
-            f"loss is {type(loss).__name__}: an executor.Loss is needed, which gives sums and counts (a mean of "
-            f"means is wrong for unequal micro-batches): executor.cross_entropy(), or Loss(total=, count=)")
+            f"loss is {type(loss).__name__}: an executor.Loss is needed, which gives sums and "
+            f"counts (a mean of "
+            f"means is wrong for unequal micro-batches): executor.cross_entropy(), or Loss(total=, "
+            f"count=)")
     graph = graph or _traced(model, layout, example_inputs)
     check_model(layout, graph)
     check_layout(layout, graph)
@@ -74,7 +79,7 @@ def parallelize(model: nn.Module, layout: Layout, *, loss: Loss,
 
 def _traced(model: nn.Module, layout: Layout, example_inputs: Any) -> LayerGraph:
     config = getattr(model, "config", None)
-    if example_inputs is None and hasattr(config, "to_dict"):
+    if example_inputs is None and config is not None and hasattr(config, "to_dict"):
         from profiler.hugging_face import trace_hugging_face
 
         return trace_hugging_face(config.to_dict(), name=layout.model.name)
@@ -99,9 +104,12 @@ def _check_modules(model: nn.Module, layout: Layout, graph: LayerGraph) -> None:
                   if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
     if statistics and (mesh.dp > 1 or count > 1 or recomputes):
         problems.append(
-            f"batch normalization ({', '.join(statistics[:4])}{' ...' if statistics[4:] else ''}) takes its "
-            f"statistics from one micro-batch of one rank, not from the global batch: it needs dp 1, one micro-batch "
-            f"and no recompute (got dp {mesh.dp}, {count} micro-batches), or eval(), or another norm")
+            f"batch normalization ({', '.join(statistics[:4])}{' ...' if statistics[4:] else ''}) "
+            f"takes its "
+            f"statistics from one micro-batch of one rank, not from the global batch: it needs dp "
+            f"1, one micro-batch "
+            f"and no recompute (got dp {mesh.dp}, {count} micro-batches), or eval(), or another "
+            f"norm")
     if problems:
         raise UnsupportedLayout(problems)
 
@@ -112,7 +120,7 @@ def _prepare(model: nn.Module, layout: Layout) -> None:
     if kept - {stored, torch.float64}:  # float64 is for proofs: it stays
         model.to(stored)
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False  # training needs no keys and values of earlier calls
 

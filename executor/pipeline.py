@@ -1,4 +1,4 @@
-"""Pipeline parallelism by torch.distributed.pipelining: schedules, and parameters that stages share."""
+"""Pipelines by torch.distributed.pipelining: schedules, and parameters that stages share."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def _examples(flow: Flow, sources: Sequence[Source], tp: int) -> tuple[list[Any]
     return tensors, gradients
 
 
-def build_schedule(layout: Layout, mesh: ParallelMesh, flow: Flow, carried: Sequence[tuple[Source, ...]],
-                   stages: dict[int, StageModule]) -> Any:
+def build_schedule(layout: Layout, mesh: ParallelMesh, flow: Flow,
+                   carried: Sequence[tuple[Source, ...]], stages: dict[int, StageModule]) -> Any:
     """The schedule that runs this rank's stages.
 
-    The shapes of all that crosses a cut are given, so that torch does not run a micro-batch to learn them (which
-    would draw random numbers and change statistics).
+    The shapes of all that crosses a cut are given, so that torch does not run a micro-batch to
+    learn them (which would draw random numbers and change statistics).
     """
     tp, last = layout.mesh.tp, len(layout.stages) - 1
     built = []

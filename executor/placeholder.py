@@ -1,9 +1,10 @@
 """Tensors that are not there: what stands in a stage for values that other stages compute.
 
-A `Placeholder` has shape, dtype and device, and no values. An operation with one among its operands is not
-computed: its result is a Placeholder again, which remembers the layer outputs that it was made of. A
-model's own forward can so be run on every stage, glue code and all, at the cost of the stage's own layers;
-and one run with placeholders for every layer shows which layer reads what.
+A `Placeholder` has shape, dtype and device, and no values. An operation with one among its operands
+is not
+computed: its result is a Placeholder again, which remembers the layer outputs that it was made of.
+A model's own forward can so be run on every stage, glue code and all, at the cost of the stage's
+own layers; and one run with placeholders for every layer shows which layer reads what.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random numbers (dropout) under parallelism.
 
-Ranks that compute on different data draw different numbers: each rank's own stream, seeded by its place.
-Tensor-parallel ranks that compute the same thing (a layer held whole) must draw the same numbers: they
-leave their own stream for one that is common to the tensor-parallel group.
+Ranks that compute on different data draw different numbers: each rank's own stream, seeded by its
+place. Tensor-parallel ranks that compute the same thing (a layer held whole) must draw the same
+numbers: they leave their own stream for one that is common to the tensor-parallel group.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ Inputs = Any
 class Run:
     """Made by `parallelize`. `stages` are this rank's, by stage number.
 
-    names: the name of every parameter place -> the first name of that parameter. max_norm: gradients are clipped
-    to this global norm; None: they are not.
+    names: the name of every parameter place -> the first name of that parameter. max_norm:
+    gradients are clipped to this global norm; None: they are not.
     """
 
     layout: Layout
@@ -98,17 +98,19 @@ class Run:
         inputs, targets: the global batch (each rank takes its share), or this rank's share of it.
 
         Raises:
-            InvalidInput: a batch of another size than the layout's, or without a single term of loss.
+            InvalidInput: a batch of another size than the layout's, or without a single term of
+                loss.
         """
         if self.optimizer is None:
             raise InvalidInput("step updates parameters: give parallelize an optimizer")
-        self.random.seed(self.seed, self.num_steps)  # so that a resumed run draws what it would have
+        # anew each step, so that a resumed run draws what it would have drawn
+        self.random.seed(self.seed, self.num_steps)
         loss = self.forward_backward(inputs, targets)
         self.update()
         return loss
 
     def forward_backward(self, inputs: Inputs, targets: torch.Tensor) -> float:
-        """Loss and gradients of one global batch: reduced over all ranks, neither clipped nor applied."""
+        """Loss and gradients of one global batch: reduced, neither clipped nor applied."""
         packed, targets = self._share(pack_inputs(inputs), targets)
         count = self._global_count(targets)
         # FSDP2 averages over the data-parallel ranks: what is wanted is the sum
@@ -147,11 +149,13 @@ class Run:
                  if v.dim() == 0 or v.shape[0] not in (batch, mine)}
         if wrong or len({v.shape[0] for v in tensors.values()}) != 1:
             shapes = {k: tuple(v.shape) for k, v in tensors.items()}
-            raise InvalidInput(f"dim 0 of inputs and targets must be the global batch {batch}, or this "
+            raise InvalidInput(f"dim 0 of inputs and targets must be the global batch {batch}, or "
+                               f"this "
                                f"rank's {mine} of it, alike for all: got {shapes}")
         tp, length = self.layout.mesh.tp, next(iter(packed.values())).shape
         if tp > 1 and (len(length) < 2 or length[1] % tp):
-            raise InvalidInput(f"sequences must be divisible by tp {tp}, got inputs {tuple(length)}")
+            raise InvalidInput(f"sequences must be divisible by tp {tp}, got inputs "
+                               f"{tuple(length)}")
         if targets.shape[0] != mine:
             start = self.mesh.dp_rank * mine
             tensors = {k: v[start:start + mine] for k, v in tensors.items()}

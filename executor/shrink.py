@@ -1,9 +1,9 @@
-"""A layout and its model made small enough to run on a few CPU processes, and still of the same kind.
+"""A layout and its model made small enough for a few CPU processes, and still of their kind.
 
-The model keeps its class, its structure and everything that makes layouts go wrong (ties, grouped heads, biases,
-fused matrices), with narrow layers and few blocks. Degrees above 2 become 2, in the order pp, tp, dp_shard,
-dp_replicate, as long as the processes suffice. A small block takes the choices of a block of the large model,
-spread over all of them.
+The model keeps its class, its structure and everything that makes layouts go wrong (ties, grouped
+heads, biases, fused matrices), with narrow layers and few blocks. Degrees above 2 become 2, in the
+order pp, tp, dp_shard, dp_replicate, as long as the processes suffice. A small block takes the
+choices of a block of the large model, spread over all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from executor.legality import choices, stage_of_layers
-from planner.layout import Choice, Layout, LayerRun, Reference, Schedule, Stage
+from planner.layout import Axis, Choice, LayerRun, Layout, Reference, Schedule, Stage
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph
 
@@ -40,7 +40,7 @@ _NUMBERED = re.compile(r"(.*\.)(\d+)((?:\.[^.\d]+)*)$")
 
 
 def shrink_config(config: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
-    """The same Hugging Face config with small sizes, no dropout, and `num_blocks` blocks at most."""
+    """The Hugging Face config with small sizes, no dropout, and `num_blocks` blocks at most."""
     small = dict(config)
     for key, value in config.items():
         if key in _SIZES and isinstance(value, int):
@@ -75,10 +75,12 @@ class Small:
         """Degrees, schedule and batch; the stages follow once the small model is known."""
         degrees: dict[str, int] = {}
         left = max_processes
-        for axis in ("pp", "tp", "dp_shard", "dp_replicate"):
-            degrees[axis] = min(layout.mesh.degree(axis), 2, max(left, 1))  # type: ignore[arg-type]
+        order: tuple[Axis, ...] = ("pp", "tp", "dp_shard", "dp_replicate")
+        for axis in order:
+            degrees[axis] = min(layout.mesh.degree(axis), 2, max(left, 1))
             left //= degrees[axis]
-        mesh = replace(layout.mesh, **degrees, host_groups=())
+        mesh = replace(layout.mesh, pp=degrees["pp"], tp=degrees["tp"], host_groups=(),
+                       dp_shard=degrees["dp_shard"], dp_replicate=degrees["dp_replicate"])
         interleaved = layout.schedule.name == "interleaved" and mesh.pp > 1
         chunks = 2 if interleaved else 1
         name = layout.schedule.name
@@ -91,7 +93,8 @@ class Small:
             seq_len=min(layout.request.seq_len, LENGTH))
         small = replace(
             layout, mesh=mesh, request=request, micro_batch=1, num_micro_batches=count,
-            schedule=Schedule(name=name, chunks=chunks, gradient_sync=layout.schedule.gradient_sync),
+            schedule=Schedule(name=name, chunks=chunks,
+                              gradient_sync=layout.schedule.gradient_sync),
             prediction=None, proof=None, alternatives=())
         return cls(layout=small, num_blocks=max(4, 2 * mesh.pp * chunks))
 
@@ -124,15 +127,14 @@ def _origins(small: LayerGraph, large: LayerGraph) -> list[int]:
     origins = []
     for layer in small.layers:
         found = _NUMBERED.match(layer.name)
-        key = (found[1], found[3]) if found else None
-        if key in blocks_large:
-            numbers, few = blocks_large[key], blocks_small[key]
-            place = few.index(int(found[2])) * len(numbers) // len(few) if found else 0
-            name = f"{key[0]}{numbers[place]}{key[1]}"
-        else:
-            name = layer.name
+        name = layer.name
+        if found and (found[1], found[3]) in blocks_large:
+            numbers, few = blocks_large[found[1], found[3]], blocks_small[found[1], found[3]]
+            place = few.index(int(found[2])) * len(numbers) // len(few)
+            name = f"{found[1]}{numbers[place]}{found[3]}"
         if name not in by_name:
-            raise InvalidInput(f"the shrunken model has a layer {layer.name!r}, of which the model of "
+            raise InvalidInput(f"the shrunken model has a layer {layer.name!r}, of which the model "
+                               f"of "
                                f"the layout has no like: it cannot be verified this way")
         origins.append(by_name[name])
     return origins

@@ -1,7 +1,7 @@
 """One pipeline stage: the whole model's own forward, with only this stage's layers computed.
 
-Layers of other stages return the tensors that were received in their place, or placeholders where nobody needs
-the values here. A model that is not cut is a single stage, and nothing is replaced.
+Layers of other stages return the tensors that were received in their place, or placeholders where
+nobody needs the values here. A model that is not cut is a single stage, and nothing is replaced.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def copy_with(model: nn.Module, parameters: Callable[[nn.Parameter], nn.Paramete
 def drop_parameters(model: nn.Module, original: nn.Module, kept: Sequence[nn.Module]) -> None:
     """Leave only the parameters of `kept` (modules of `model`, a copy of `original`) in `model`.
 
-    A shared parameter is dropped from the places outside `kept`: two places would be torn apart by FSDP2.
+    A shared parameter is dropped from the places outside `kept`: two places would be torn apart by
+    FSDP2.
     """
     inside = {id(inner) for module in kept for inner in module.modules()}
     for module, before in zip(model.modules(), original.modules(), strict=True):
@@ -83,7 +84,7 @@ class Cut:
 
 
 class StageModule(nn.Module):  # type: ignore[misc]
-    """Runs one stage. Its forward returns the tensors to send, or (last stage) the loss times `weight`."""
+    """Runs one stage. Its forward returns the tensors to send, or (last) the weighted loss."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], choices: dict[int, Choice], *,
                  loss: Loss, is_last: bool, tensor_parallel: TensorParallel | None,
@@ -121,7 +122,8 @@ class StageModule(nn.Module):  # type: ignore[misc]
                 return self._to_send()
             prediction = prediction_of(result)
             if isinstance(prediction, Placeholder):
-                raise InternalError(f"the last stage lacks what its result is made of: {prediction}")
+                raise InternalError(f"the last stage lacks what its result is made of: "
+                                    f"{prediction}")
             if not self._loss.divided:
                 prediction = whole(prediction)
             return self._loss.total(prediction, targets) * self.weight
@@ -132,7 +134,8 @@ class StageModule(nn.Module):  # type: ignore[misc]
         for source in self.cut.sent:
             tensor = self._produced.get(source, self._received.get(source))
             if tensor is None:
-                raise InternalError(f"layer {source[0]} was not run, though its output is to be sent")
+                raise InternalError(f"layer {source[0]} was not run, though its output is to be "
+                                    f"sent")
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             tensors.append(local.contiguous())  # what is sent must be
         return tuple(tensors)
@@ -142,7 +145,8 @@ class StageModule(nn.Module):  # type: ignore[misc]
             return self._elsewhere(index)
         dead = placeholders_in((args, kwargs))
         if dead:
-            raise InternalError(f"layer {index} reads {dead[0]}, which was not carried to its stage")
+            raise InternalError(f"layer {index} reads {dead[0]}, which was not carried to its "
+                                f"stage")
         if self._tp is None:
             out = recomputed(self.choices[index].recompute, forward)(*args, **kwargs)
         else:

@@ -1,17 +1,18 @@
 """Tensor parallelism with sequence parallelism over one mesh axis of degree t.
 
-Parameters are DTensors over the axis (so sharded data parallelism, checkpoints and norms know what they are);
-between layers an activation x_BSH is a DTensor sharded by sequence, so the model's own glue code sees the
-whole sequence's shape. Inside a layer everything is local, by the layer's role:
+Parameters are DTensors over the axis (so sharded data parallelism, checkpoints and norms know what
+they are); between layers an activation x_BSH is a DTensor sharded by sequence, so the model's own
+glue code sees the whole sequence's shape. Inside a layer everything is local, by the layer's role:
 
-    divided    runs on its shard of the sequence. Modules with column matmuls gather their input first,
+    divided    runs on its shard of the sequence. Modules with column matmuls gather their input
+    first,
                a row matmul's output is reduced and scattered; what is not divided (norms, biases of
                row matmuls) works on the shard, and its gradient is a sum over ranks.
     sequence   a norm: works on the shard, its gradient is a sum over ranks.
     whole      gathered, computed alike by every rank, sharded again; its gradients are alike.
 
-How each parameter is divided is the LayerGraph's word (`Parameter.split`); which modules' code stands it,
-`families.FAMILIES`.
+How each parameter is divided is the LayerGraph's word (`Parameter.split`); which modules' code
+stands it, `families.FAMILIES`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def _no_implicit_replication() -> Iterator[None]:
 class TensorParallel:
     """Divides the layers of one model and runs them.
 
-    fused: by parameter, the (dim, number) of matrices held side by side: its shards are interleaved.
+    fused: by parameter, the (dim, number) of matrices held side by side: its shards are
+        interleaved.
     """
 
     mesh: DeviceMesh
@@ -132,7 +134,8 @@ class TensorParallel:
                 unknown.add(type(caller).__name__)
         if unknown:
             raise UnsupportedLayout(
-                f"layer {name}: the executor does not know how to divide {', '.join(sorted(unknown))}; "
+                f"layer {name}: the executor does not know how to divide "
+                f"{', '.join(sorted(unknown))}; "
                 f"known: {', '.join(FAMILIES)}. Set tensor_parallel false for the layer, or tp 1")
 
     def _distributed(self, name: str, parameter: nn.Parameter, dim: int | None,
@@ -212,7 +215,8 @@ class TensorParallel:
         if x.shape[1] == self._seq_len:
             return x
         if x.shape[1] * self.degree != self._seq_len:
-            raise InternalError(f"a shard of {self._seq_len} tokens over {self.degree} was expected, "
+            raise InternalError(f"a shard of {self._seq_len} tokens over {self.degree} was "
+                                f"expected, "
                                 f"got {tuple(x.shape)}")
         return gather_sequence(x, self.group)
 
@@ -272,7 +276,8 @@ class TensorParallel:
         if role == "whole":
             return tensor.redistribute(placements=[Replicate()]).to_local()
         if tensor.placements != (Shard(1),):
-            raise UnsupportedLayout(f"an activation {tuple(tensor.shape)} reaches a divided layer as "
+            raise UnsupportedLayout(f"an activation {tuple(tensor.shape)} reaches a divided layer "
+                                    f"as "
                                     f"{tensor.placements}: only sequence shards are handled")
         return tensor.to_local()
 
@@ -281,7 +286,8 @@ class TensorParallel:
         length = tensor.shape[1] if tensor.dim() > 1 else 0
         if role == "whole":
             if length != self._seq_len:
-                raise UnsupportedLayout(f"layer {index} returns a tensor {tuple(tensor.shape)} without "
+                raise UnsupportedLayout(f"layer {index} returns a tensor {tuple(tensor.shape)} "
+                                        f"without "
                                         f"the sequence of {self._seq_len} as its dim 1")
             made = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
             return made.redistribute(placements=[Shard(1)])
@@ -301,7 +307,7 @@ class TensorParallel:
 
 
 def _fused_factor(parents: dict[str, nn.Module], full: str) -> int:
-    """How many matrices the parameter `full` holds side by side, by its owner's or caller's family."""
+    """How many matrices a parameter holds side by side, by its owner's or caller's family."""
     parts = full.split(".")
     for depth in (1, 2):
         if len(parts) >= depth:

@@ -1,4 +1,4 @@
-"""`torchrun -m executor train layout.json`: a training loop that shows predicted beside measured."""
+"""`torchrun -m executor train layout.json`: trains, and shows predicted beside measured."""
 
 from __future__ import annotations
 
@@ -118,14 +118,16 @@ def _check_processes(layout: Layout, options: Options) -> str:
     """Refuse a wrong number of processes or a missing device before any group starts."""
     world, needed = int(os.environ.get("WORLD_SIZE", 1)), layout.mesh.num_devices
     if world != needed:
-        raise InvalidInput(f"{options.layout} needs {needed} processes, {world} are running: start it "
+        raise InvalidInput(f"{options.layout} needs {needed} processes, {world} are running: start "
+                           f"it "
                            f"with torchrun --nproc-per-node {needed} -m executor train ... (on one "
                            f"host; over several, --nnodes x --nproc-per-node = {needed})")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     local = int(os.environ.get("LOCAL_RANK", 0))
     if device == "cuda" and local >= torch.cuda.device_count():
         raise InvalidInput(f"local rank {local} needs CUDA device {local}, and torch sees "
-                           f"{torch.cuda.device_count()} here: use --device cpu, or fewer processes a "
+                           f"{torch.cuda.device_count()} here: use --device cpu, or fewer "
+                           f"processes a "
                            f"host")
     return device
 
@@ -138,7 +140,8 @@ def _optimizer(layout: Layout, options: Options) -> Callable[[Any], torch.optim.
     if name in {"sgd", "sgd-momentum"}:
         momentum = 0.9 if name == "sgd-momentum" else 0.0
         return lambda ps: torch.optim.SGD(ps, lr=rate, momentum=momentum)
-    raise InvalidInput(f"optimizer {name!r}: the command line has adamw, sgd and sgd-momentum; pass any other "
+    raise InvalidInput(f"optimizer {name!r}: the command line has adamw, sgd and sgd-momentum; "
+                       f"pass any other "
                        f"to executor.parallelize from Python")
 
 
@@ -208,8 +211,9 @@ def _report(run: Run, history: list[Metrics]) -> None:
     if run.mesh.rank != 0 or not history:
         return
     settled = history[SETTLING:] or history
-    rows = [("step time", "s", median(m.step_s for m in settled),
-             run.layout.prediction.step_s if run.layout.prediction else None)]
+    rows: list[tuple[str, str, float | None, float | None]] = [
+        ("step time", "s", median(m.step_s for m in settled),
+         run.layout.prediction.step_s if run.layout.prediction else None)]
     for stage in range(run.layout.mesh.pp):
         peaks = [p for place, p in every if place == stage and p is not None]
         predicted = next((s.total_memory_bytes for s in run.layout.prediction.stages
@@ -220,7 +224,8 @@ def _report(run: Run, history: list[Metrics]) -> None:
     print(f"\n{'':<32}{'predicted':>12}{'measured':>12}{'ratio':>9}")
     for name, unit, measured, forecast in rows:
         ratio = f"{measured / forecast:.2f}" if measured and forecast else "-"
-        print(f"{name + ' (' + unit + ')':<32}{_number(forecast):>12}{_number(measured):>12}{ratio:>9}")
+        figures = f"{_number(forecast):>12}{_number(measured):>12}{ratio:>9}"
+        print(f"{name + ' (' + unit + ')':<32}{figures}")
     print(f"measured: median of {len(settled)} steps", flush=True)
 
 

@@ -1,7 +1,7 @@
 """`python -m executor verify layout.json`: a layout's own kind of run against one process, on CPUs.
 
-The model is shrunk (see `shrink`), the layout with it, and the gradients of a step in float64 and the losses of
-five steps are compared with those of the model alone.
+The model is shrunk (see `shrink`), the layout with it, and the gradients of a step in float64 and
+the losses of five steps are compared with those of the model alone.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _mesh(layout: Layout) -> str:
 
 
 def _width(graph: LayerGraph) -> int:
-    return max(p.shape[-1] for _, p in graph.iter_parameters() if len(p.shape) == 2)
+    return min(p.shape[-1] for _, p in graph.iter_parameters() if len(p.shape) == 2)
 
 
 def _start(processes: int, folder: str, timeout_s: float) -> str:

@@ -1,12 +1,13 @@
 """A parity case: a tiny model and a layout, in few words."""
 
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.layout import Choice, Layout, LayerRun, Mesh, Reference, Schedule, Stage
+from planner.layout import Choice, LayerRun, Layout, Mesh, Reference, Schedule, Stage
 from planner.request import Request
 from profiler.layer_graph import LayerGraph
 from tests.executor.tiny import LENGTH

@@ -1,5 +1,6 @@
 """Faults put into runs on purpose: the comparison with one process must find every one."""
 
+# ruff: noqa: C408 (keyword arguments read better in tables)
 from __future__ import annotations
 
 from dataclasses import replace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,8 +16,9 @@ def run_group(command: list[str], limit_s: float) -> tuple[int, str]:
     """(exit status, output) of a command; it and all it started are killed at the limit."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
                                 "TRANSFORMERS_VERBOSITY": "error"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               start_new_session=True)
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -24,10 +26,8 @@ def run_group(command: list[str], limit_s: float) -> tuple[int, str]:
         output, _ = process.communicate()
         return 124, output + f"\n(killed after {limit_s} s)"
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     return process.returncode, output
 
 

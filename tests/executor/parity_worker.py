@@ -1,4 +1,4 @@
-"""Run by torchrun: compares every case of a list with one process and writes the results as JSON."""
+"""Run by torchrun: compares every case of a list with one process, writes results as JSON."""
 
 from __future__ import annotations
 

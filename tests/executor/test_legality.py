@@ -1,5 +1,6 @@
-"""What a layout may not ask for is refused with one clear message, before any process group starts."""
+"""What a layout may not ask for is refused with one clear message, before anything starts."""
 
+# ruff: noqa: C408 (keyword arguments read better in tables)
 from __future__ import annotations
 
 import subprocess

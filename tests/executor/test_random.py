@@ -1,4 +1,4 @@
-"""Dropout: unlike where data are unlike, alike where ranks compute alike, again the same when recomputed."""
+"""Dropout: unlike where data are unlike, alike where ranks compute alike, same when recomputed."""
 
 import pytest
 

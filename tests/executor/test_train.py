@@ -1,5 +1,6 @@
 """The command line: training, checkpoints that other layouts resume, processes that die."""
 
+# ruff: noqa: C408 (keyword arguments read better in tables)
 from __future__ import annotations
 
 import json
@@ -59,7 +60,8 @@ def test_a_checkpoint_goes_on_under_other_layouts(folder, tmp_path):
                      "--metrics", str(log), *(["--resume"] if steps > 3 else [])), 90)
         assert status == 0, output[-4000:]
     alone = tmp_path / "alone.jsonl"
-    status, output = run_group(_command(folder, "one", 1, "--steps", "7", "--metrics", str(alone)), 60)
+    status, output = run_group(
+        _command(folder, "one", 1, "--steps", "7", "--metrics", str(alone)), 60)
     assert status == 0, output[-4000:]
     assert "predicted" in output and "measured" in output
     resumed, whole = _losses(log), _losses(alone)

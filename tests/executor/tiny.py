@@ -1,5 +1,6 @@
 """Tiny models of every family that the executor runs, with a batch and a loss for each."""
 
+# ruff: noqa: C408 (keyword arguments read better in tables)
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from profiler.layer_graph import LayerGraph
 from profiler.trace import trace
 
 # The tracer wants the table's gradient to be the larger part of a working set at every length it
-# tries: a vocabulary much larger than the longest sequence. It is odd, so that its shards are uneven.
+# tries: a vocabulary much larger than the longest sequence. It is odd, so that its shards are
+# uneven.
 VOCABULARY, LENGTH = 1021, 16
 _TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _LLAMA = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,

@@ -96,10 +96,12 @@ def _alone_steps(problem: Problem) -> list[float]:
 
 
 def compare(problem: Problem, layout: Layout, graph: LayerGraph,
-            change: Callable[[Run], None] = lambda run: None) -> Comparison:
+            change: Callable[[Run], None] = lambda run: None,
+            with_steps: bool = True) -> Comparison:
     """Run `layout` beside one process. Collective: every rank calls it and gets the same answer.
 
-    change: applied to each run before it starts (tests break it here).
+    change: applied to each run before it starts (tests break it here). with_steps: compare the
+    losses of some steps too; else they count as equal.
     """
     wanted, truth = _alone(problem, torch.float64)
     run = _run(problem, layout, graph, torch.float64)
@@ -118,14 +120,19 @@ def compare(problem: Problem, layout: Layout, graph: LayerGraph,
             worst, where = error, name
     expected = {n for n, _, p in run.named_parameters() if p.requires_grad and n in truth}
     seen = {n for n in gradients if n in truth}
+    steps = _difference_over_steps(problem, layout, graph, change) if with_steps else 0.0
+    return _worst(Comparison(gradient=worst, where=where, loss=abs(got - wanted) / abs(wanted),
+                             num_compared=len(seen), num_missing=len(expected - seen),
+                             steps=steps), seen, set(truth))
+
+
+def _difference_over_steps(problem: Problem, layout: Layout, graph: LayerGraph,
+                           change: Callable[[Run], None]) -> float:
     run = _run(problem, layout, graph, torch.float32)
     change(run)
     inputs, targets = problem.inputs(torch.float32), problem.targets(torch.float32)
     losses = [run.step(inputs, targets) for _ in range(STEPS)]
-    steps = max(abs(a - b) for a, b in zip(losses, _alone_steps(problem), strict=True))
-    return _worst(Comparison(gradient=worst, where=where, loss=abs(got - wanted) / abs(wanted),
-                             num_compared=len(seen), num_missing=len(expected - seen),
-                             steps=steps), seen, set(truth))
+    return max(abs(a - b) for a, b in zip(losses, _alone_steps(problem), strict=True))
 
 
 def _run(problem: Problem, layout: Layout, graph: LayerGraph, dtype: torch.dtype) -> Run:

@@ -71,11 +71,12 @@ def main() -> None:
         layout = case.layout(graph)
         try:
             found = compare(problem_of(case, layout.request.global_batch), layout, graph,
-                            change=case.change)
+                            change=case.change, with_steps=case.with_steps)
         except Exception:
             print(f"case {case.name} failed on rank {dist.get_rank()}:\n{traceback.format_exc()}",
                   flush=True)
             os._exit(1)  # at once: an orderly end would wait for the other ranks
+        faulthandler.cancel_dump_traceback_later()
         results[case.name] = asdict(found) | {"passed": found.passed}
         if dist.get_rank() == 0:
             print(f"{case.name}: {found} {time.monotonic() - begin:.1f} s", flush=True)

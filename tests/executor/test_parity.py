@@ -21,8 +21,8 @@ def _run(tmp_path: Path, graphs: Path, processes: int, module: str, cases: str, 
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("processes, cases, limit_s", [(2, "TWO", 150), (4, "FOUR", 200),
-                                                       (8, "EIGHT", 150)])
+@pytest.mark.parametrize("processes, cases, limit_s", [(2, "TWO", 300), (4, "FOUR", 300),
+                                                       (8, "EIGHT", 300)])
 def test_gradients_and_losses_equal_one_process(tmp_path, all_graphs, processes, cases, limit_s):
     results = _run(tmp_path, all_graphs, processes, "tests.executor.parity_cases", cases, limit_s)
     assert results.keys() == {case.name for case in getattr(parity_cases, cases)}
@@ -30,6 +30,6 @@ def test_gradients_and_losses_equal_one_process(tmp_path, all_graphs, processes,
 
 
 def test_faults_are_found(tmp_path, all_graphs):
-    results = _run(tmp_path, all_graphs, 2, "tests.executor.fault_cases", "FAULTS", 90)
+    results = _run(tmp_path, all_graphs, 2, "tests.executor.fault_cases", "FAULTS", 150)
     assert results.keys() == {case.name for case in fault_cases.FAULTS}
     assert [name for name, r in results.items() if r["passed"]] == []

@@ -57,11 +57,11 @@ def test_a_checkpoint_goes_on_under_other_layouts(folder, tmp_path):
     for layout, processes, steps in (("dp_tp", 4, 3), ("pp_dp", 4, 5), ("one", 1, 7)):
         status, output = run_group(
             _command(folder, layout, processes, "--steps", str(steps), "--save", saved,
-                     "--metrics", str(log), *(["--resume"] if steps > 3 else [])), 90)
+                     "--metrics", str(log), *(["--resume"] if steps > 3 else [])), 150)
         assert status == 0, output[-4000:]
     alone = tmp_path / "alone.jsonl"
     status, output = run_group(
-        _command(folder, "one", 1, "--steps", "7", "--metrics", str(alone)), 60)
+        _command(folder, "one", 1, "--steps", "7", "--metrics", str(alone)), 120)
     assert status == 0, output[-4000:]
     assert "predicted" in output and "measured" in output
     resumed, whole = _losses(log), _losses(alone)
@@ -93,7 +93,7 @@ def test_a_killed_rank_ends_the_others_and_loses_nothing_saved(folder, tmp_path,
         agent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file,
                                  stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(list(saved.glob("step-*[0-9]"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         while moment == "during a save" and not list(saved.glob("*.partial")) \
@@ -110,26 +110,26 @@ def test_a_killed_rank_ends_the_others_and_loses_nothing_saved(folder, tmp_path,
     last = max(int(child.name[5:]) for child in saved.iterdir()
                if not child.name.endswith(".partial"))
     status, output = run_group(_command(folder, "one", 1, "--steps", str(last + 1), "--save",
-                                        str(saved), "--resume"), 60)
+                                        str(saved), "--resume"), 120)
     assert status == 0, output[-4000:]
     assert f"step {last + 1:>6}" in output
     assert f"step {last:>6}" not in output
 
 
 def test_wrong_use_gives_one_message(folder, tmp_path):
-    status, output = run_group(_command(folder, "pp", 1), 60)
+    status, output = run_group(_command(folder, "pp", 1), 120)
     assert status == 2
     assert "needs 2 processes, 1 are running" in output
     assert "Traceback" not in output
     broken = json.loads((folder / "one.json").read_text())
     broken["num_micro_batches"] = 3
     (folder / "broken.json").write_text(json.dumps(broken))
-    status, output = run_group(_command(folder, "broken", 1), 60)
+    status, output = run_group(_command(folder, "broken", 1), 120)
     assert status == 2
     assert "global_batch 4 must equal" in output
     short = tmp_path / "tokens.bin"
     short.write_bytes(b"\0" * 8)
-    status, output = run_group(_command(folder, "one", 1, "--data", str(short)), 60)
+    status, output = run_group(_command(folder, "one", 1, "--data", str(short)), 120)
     assert status == 2
     assert "holds 4 tokens, one sample needs 17" in output
     assert "Traceback" not in output

@@ -14,7 +14,7 @@ from planner.layout import Axis, Layout
 from planner.layout import Mesh as MeshSpec
 from profiler.errors import InvalidInput
 
-__all__ = ["AXIS_NAMES", "ParallelMesh", "build_mesh", "coordinates"]
+__all__ = ["AXIS_NAMES", "ParallelMesh", "build_mesh", "coordinates", "rank_at"]
 
 AXIS_NAMES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
 """Dims of the DeviceMesh, whatever the order in which ranks are laid over them."""
@@ -24,6 +24,11 @@ def coordinates(spec: MeshSpec, rank: int) -> dict[Axis, int]:
     """The coordinate of a rank along each axis: ranks are row-major over `spec.order`."""
     return {axis: rank // spec.stride(axis) % spec.degree(axis)
             for axis in AXIS_NAMES}
+
+
+def rank_at(spec: MeshSpec, **place: int) -> int:
+    """The rank at the given coordinates; the inverse of `coordinates`."""
+    return sum(place[axis] * spec.stride(axis) for axis in AXIS_NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +77,6 @@ class ParallelMesh:
         if self.spec.pp > 1:
             dist.all_reduce(tensor, group=self.group("pp"))
         return tensor
-
-    def rank_at(self, **moved: int) -> int:
-        """The rank whose coordinates are this rank's but for those given."""
-        place = {str(a): c for a, c in coordinates(self.spec, self.rank).items()} | moved
-        return sum(place[axis] * self.spec.stride(axis) for axis in AXIS_NAMES)
 
 
 def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from executor.flow import Flow
-from executor.mesh import ParallelMesh
+from executor.mesh import ParallelMesh, coordinates, rank_at
 from executor.placeholder import Source
 from executor.stage import StageModule, is_sequence
 from planner.layout import Layout
@@ -88,9 +88,12 @@ class SharedParameter:
         """Every rank of the pipeline calls this for every shared parameter, in one order."""
         places = sorted({stage % mesh.spec.pp for stage in stages})
         group = None
-        if len(places) > 1 and mesh.coordinate("pp") in places:
-            group = dist.new_group([mesh.rank_at(pp=place) for place in places],
-                                   use_local_synchronization=True)
+        if len(places) > 1:
+            # every rank makes every group: groups made by their members alone (torch's local
+            # synchronization) are named by what each has made before, and may never meet
+            peers = {tuple(rank_at(mesh.spec, **{**coordinates(mesh.spec, rank), "pp": place})
+                           for place in places) for rank in range(mesh.spec.num_devices)}
+            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(peers)])
         return cls(name, stages, group)
 
 

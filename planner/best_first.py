@@ -4,7 +4,8 @@
       -> meshes                      bounded where their groups lie       planner/bounds.py
       -> candidates                  bounded from their exact costs       planner/bounds.py
         -> filled                    bounded with memory                  planner/waterfill.py
-          -> solved                  the integer program                  planner/formulation.py
+          -> solved                  cut and choices, one program each    planner/blocks.py, or for
+                                     models of several unlike runs        planner/formulation.py
 
 One heap holds all these nodes, ordered by bound. When the least bound reaches the best layout
 found, nothing left can be faster: the answer is optimal over the whole space. What comes out of a
@@ -42,7 +43,7 @@ DETERMINISTIC_LIMIT = 20.0
 heap."""
 
 RUNNERS_UP = 8
-RUNNERS_UP_TRIED = 120
+RUNNERS_UP_TRIED = 60
 """How many other meshes are looked for after the proof, and in how many nodes at most."""
 
 Segments = list[list[tuple[int, int, Choice]]]
@@ -100,11 +101,15 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A candidate in the heap: bound of its slowest rank, and once filled the stages to try."""
+    """A candidate in the heap: bound of its slowest rank, and once filled the stages to try.
+
+    relaxed: the bound is that of the linear relaxation as well.
+    """
 
     problem: StageProblem
     slowest_s: float
     cuts: list[list[int]] | None = None
+    relaxed: bool = False
 
 
 class _Search:
@@ -183,10 +188,11 @@ class _Search:
             elif isinstance(content, _Open):
                 filled = Waterfill(content.problem)
                 _, layers = filled.fill(self.bounds.bound(content.problem)[1])
-                for cuts in self.cuts(content.problem, filled, layers):
-                    segments = greedy(content.problem, cuts)
+                candidate = content.problem.candidate
+                if candidate.mesh not in known:
+                    segments = greedy(content.problem,
+                                      self.cuts(content.problem, filled, layers)[0])
                     if segments is not None:
-                        candidate = content.problem.candidate
                         self.keep(candidate, segments,
                                   evaluate(self.coster, candidate, segments))
 
@@ -235,8 +241,6 @@ class _Search:
 
     def solve(self, bound: float, node: _Open) -> None:
         """Try the quick layouts of a candidate, then its program."""
-        from planner.formulation import solve
-
         problem, candidate = node.problem, node.problem.candidate
         for cuts in node.cuts or ():
             segments = greedy(problem, cuts)
@@ -244,17 +248,30 @@ class _Search:
                 self.keep(candidate, segments, evaluate(self.coster, candidate, segments))
         if bound >= self.best_s * (1 - TOLERANCE):
             return  # as good as the bound: nothing left to solve
-        self.outcome.num_solved += 1
         parts = variants(problem)
         forms = [block_form(part) for part in parts]
-        if None not in forms:
-            for part, form in zip(parts, forms, strict=True):
-                assert form is not None
-                answer = Blocks(part, form, Waterfill(part)).solve(self.best_s, TOLERANCE)
-                if isinstance(answer, tuple):
-                    step_s, segments = answer
-                    self.keep(candidate, segments, self.lifted(candidate, segments, step_s))
+        if None in forms:
+            self.solve_program(bound, node)
             return
+        self.outcome.num_solved += 1
+        for part, form in zip(parts, forms, strict=True):
+            assert form is not None
+            answer = Blocks(part, form, Waterfill(part)).solve(self.best_s, TOLERANCE)
+            if isinstance(answer, tuple):
+                step_s, segments = answer
+                self.keep(candidate, segments, self.lifted(candidate, segments, step_s))
+
+    def solve_program(self, bound: float, node: _Open) -> None:
+        """The general program: first its linear relaxation, which orders the heap, then whole."""
+        from planner.formulation import relaxed_bound, solve
+
+        problem, candidate = node.problem, node.problem.candidate
+        if not node.relaxed:
+            relaxed = relaxed_bound(problem, node.slowest_s) * (1 - TOLERANCE / 4)
+            if relaxed < inf:
+                self.push(max(bound, relaxed), 4, _Open(problem, node.slowest_s, [], relaxed=True))
+            return
+        self.outcome.num_solved += 1
         remaining = None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
         solution = solve(problem, least_slowest_s=node.slowest_s,
                          deterministic_time=DETERMINISTIC_LIMIT, time_limit_s=remaining,
@@ -263,8 +280,8 @@ class _Search:
             self.keep(candidate, solution.segments,
                       self.lifted(candidate, solution.segments, solution.objective_s))
         if solution.status in ("feasible", "unknown"):
-            self.push(max(bound, solution.bound_s * (1 - TOLERANCE / 4)), 3,
-                      _Open(problem, node.slowest_s, []))
+            self.push(max(bound, solution.bound_s * (1 - TOLERANCE / 4)), 4,
+                      _Open(problem, node.slowest_s, [], relaxed=True))
 
     def lifted(self, candidate: Candidate, segments: Segments, step_s: float) -> Evaluation:
         """The price of a program's answer, which must agree with the program."""

@@ -23,6 +23,7 @@ of this kind; the others go to `planner/formulation.py`.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -131,10 +132,12 @@ class Blocks:
             key = (self.filled.keys[i], n)
             if key not in self.same:
                 self.same[key] = self._exact(i, n)
-            self.picks[i, n] = self.same[key]
+            seconds, picks = self.same[key]
+            self.picks[i, n] = seconds + self._receive_s(i), picks
         return self.picks[i, n][0]
 
     def _exact(self, i: int, n: int) -> tuple[float, list[tuple[int, int, list[int]]]]:
+        """h_i(n) without receiving, which ranks of one kind need not have in common."""
         problem, cls = self.problem, self.problem.rank_class[i]
         place: list[tuple[int, int]] = []  # (chunk, run) of each group
         groups = []
@@ -147,17 +150,22 @@ class Blocks:
                     groups.append(Group(count, c, tuple(
                         _figures(o.costs[cls]) for o in problem.options[r])))
         moments = [problem.first_moment(i)]
-        room = problem.capacity_bytes[i] - self._tied_bytes(i)
+        tied_bytes, tied_temporary_bytes = self._tied_bytes(i)
+        room = problem.capacity_bytes[i] - tied_bytes
+        step_room: int | None = None  # looked at where an answer does not fit the optimizer step
         while True:
             found = best_choices(groups, moments, [
-                room - self._held_bytes(i, moment) for moment in moments])
+                room - self._held_bytes(i, moment) for moment in moments], step_room)
             if found is None:
                 return math.inf, []
             worst = self._worst(i, groups, found[1])
-            if worst in moments:
+            if worst not in moments:
+                moments.append(worst)
+            elif step_room is None and _step_bytes(groups, found[1]) > room - tied_temporary_bytes:
+                step_room = room - tied_temporary_bytes
+            else:
                 picks = [(c, r, counts) for (c, r), counts in zip(place, found[1], strict=True)]
-                return found[0] + self._receive_s(i), picks
-            moments.append(worst)
+                return found[0], picks
 
     def _runs_of(self, i: int, c: int) -> list[int]:
         if self.p == 1:
@@ -190,11 +198,12 @@ class Blocks:
         size = self.problem.inside[min(i, len(self.problem.inside) - 1)][self.form.main].held_bytes
         return sum(n * size for c, n in enumerate(moment) if c * self.p + i < last)
 
-    def _tied_bytes(self, i: int) -> int:
+    def _tied_bytes(self, i: int) -> tuple[int, int]:
+        """(static, temporary in the optimizer step) of the tied parameters that rank i holds."""
         cls = self.problem.rank_class[i]
         mine = {r for c in range(self.v) for r in self._runs_of(i, c)}
-        return sum(costs[cls].static_bytes for runs, costs, _ in self.problem.ties
-                   if mine.intersection(runs))
+        held = [costs[cls] for runs, costs, _ in self.problem.ties if mine.intersection(runs)]
+        return sum(cost.static_bytes for cost in held), sum(cost.temporary_bytes for cost in held)
 
     def _receive_s(self, i: int) -> float:
         """Activations from the rank before, gradients from the rank after, for every chunk."""
@@ -219,7 +228,8 @@ class Blocks:
         for runs, costs, _ in problem.ties:
             if mine.intersection(runs):
                 cost = costs[cls].parameters
-                tail += cost.gather_s + cost.optimizer_s + cost.norm_s + share * cost.reduce_s
+                tail += (cost.gather_s + cost.reduce_each_s + cost.optimizer_s + cost.norm_s
+                         + share * cost.reduce_s)
         return tail
 
     def rest_s(self) -> float:
@@ -243,7 +253,7 @@ class Blocks:
             spared = (i == 0 and self.form.has_before) or (
                 i == self.p - 1 and self.form.has_after)
             numbers = list(range(0 if spared else 1, self.count + 1))
-        return [n for n in numbers if self.bound(i, n) <= limit_s]
+        return [n for n in numbers if self.bound(i, n) <= min(limit_s, sys.float_info.max)]
 
     def bound(self, i: int, n: int) -> float:
         """h_i(n) if known, else a lower bound of it."""
@@ -346,7 +356,14 @@ class Blocks:
         return stages
 
 
-def _figures(cost: LayerCost) -> tuple[float, int, int, int]:
+def _figures(cost: LayerCost) -> tuple[float, int, int, int, int]:
     memory = cost.memory
     return (cost.forward_s + cost.backward_s, memory.static_bytes, memory.activation_bytes,
-            memory.working_set_bytes)
+            memory.working_set_bytes, memory.optimizer_temporary_bytes)
+
+
+def _step_bytes(groups: list[Group], picks: list[list[int]]) -> int:
+    """Bytes of these choices in the optimizer step."""
+    return sum(n * (option[1] + option[4])
+               for group, counts in zip(groups, picks, strict=True)
+               for n, option in zip(counts, group.options, strict=True))

@@ -37,18 +37,23 @@ SLACK = 1.0 - 1e-9
 
 
 def ideal_span(coster: Coster, size: int) -> Span:
-    """Better than any span of this size in the topology: fewest hosts, the best links, unshared."""
+    """Better than any span of this size in the topology: fewest hosts, the best links, unshared.
+
+    Between devices of a host it has the better of both kinds of link, since members on hosts of
+    their own do without the slower one.
+    """
     hosts = coster.topology.hosts
     per_host = max(g.devices_per_host for g in hosts)
     num_hosts = ceil(size / per_host)
-    members = size if num_hosts == 1 else per_host
+    members = size // num_hosts
+    between = max(g.network_card.effective_bytes_per_s * g.cards_per_host for g in hosts)
+    inside = max(g.device_link.effective_bytes_per_s for g in hosts)
     return Span(
         size=size, num_groups=1, num_hosts=num_hosts, members_per_host=members,
         max_members_per_host=members, groups_per_host=1,
-        device_bytes_per_s=max(g.device_link.effective_bytes_per_s for g in hosts),
+        device_bytes_per_s=inside if coster.topology.num_hosts == 1 else max(inside, between),
         device_latency_s=0.0,
-        card_bytes_per_s=inf if num_hosts == 1 else max(
-            g.network_card.effective_bytes_per_s * g.cards_per_host for g in hosts),
+        card_bytes_per_s=inf if num_hosts == 1 else between,
         card_latency_s=0.0)
 
 

@@ -2,6 +2,7 @@
 
     minimise  sum of seconds          one option for each layer
     so that   static + sum_c n_c * activations of chunk c + working set <= room     at each moment n
+              static + temporaries of the optimizer <= room of its step             where asked for
 
 A dynamic program over layers keeps the undominated (seconds, bytes) and drops what cannot beat the
 best known: the fractional knapsack of the layers still to come bounds every state from below, and a
@@ -27,17 +28,18 @@ Picks = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`count` equal layers in one chunk; options are (seconds, static, activation, working
-    bytes)."""
+    """`count` equal layers in one chunk; options are (seconds, static, activation, working,
+    temporary bytes)."""
 
     count: int
     chunk: int
-    options: tuple[tuple[float, int, int, int], ...]
+    options: tuple[tuple[float, int, int, int, int], ...]
 
 
 @dataclass(slots=True)
 class _Item:
-    """A group with the options that a working set allows: seconds (K,), bytes (K, moments)."""
+    """A group with the options that a working set allows: seconds (K,), bytes (K, moments), the
+    last of them the optimizer step where that is looked at."""
 
     count: int
     seconds: Floats
@@ -64,24 +66,26 @@ def price(a: tuple[float, float], b: tuple[float, float]) -> float:
     return (b[0] - a[0]) / (a[1] - b[1])
 
 
-def best_choices(groups: list[Group], moments: list[tuple[int, ...]], room_bytes: list[float]
-                 ) -> tuple[float, Picks] | None:
+def best_choices(groups: list[Group], moments: list[tuple[int, ...]], room_bytes: list[float],
+                 step_room_bytes: float | None = None) -> tuple[float, Picks] | None:
     """(least seconds, layers per option) or None if nothing fits.
 
     Args:
         moments: micro-batches in flight per chunk, at each moment that is looked at.
         room_bytes: at each of these moments.
+        step_room_bytes: in the optimizer step, if that is looked at.
     """
     sizes = sorted({option[3] for group in groups for option in group.options})
     best: tuple[float, Picks] | None = None
     for working in sizes:
-        items = [_item(group, moments, working) for group in groups]
+        items = [_item(group, moments, working, step_room_bytes is not None) for group in groups]
         if any(not item.indices for item in items):
             continue
         limit = best[0] if best else inf
         if sum(item.count * float(item.seconds.min()) for item in items) >= limit:
             continue
-        room = np.array(room_bytes) - working
+        room = np.array([r - working for r in room_bytes]
+                        + ([] if step_room_bytes is None else [step_room_bytes]))
         found = _solve(items, room, limit)
         if found is not None:
             picks = [[0] * len(group.options) for group in groups]
@@ -92,14 +96,18 @@ def best_choices(groups: list[Group], moments: list[tuple[int, ...]], room_bytes
     return best
 
 
-def _item(group: Group, moments: list[tuple[int, ...]], working: int) -> _Item:
+def _item(group: Group, moments: list[tuple[int, ...]], working: int, with_step: bool) -> _Item:
     indices = [i for i, option in enumerate(group.options) if option[3] <= working]
     weights = [moment[group.chunk] for moment in moments]
+    rows = []
+    for i in indices:
+        _, static, activation, _, temporary = group.options[i]
+        rows.append([*(static + w * activation for w in weights),
+                     *([static + temporary] if with_step else [])])
     return _Item(
         count=group.count, indices=indices,
         seconds=np.array([group.options[i][0] for i in indices]),
-        bytes=np.array([[group.options[i][1] + w * group.options[i][2] for w in weights]
-                        for i in indices], dtype=float).reshape(len(indices), len(moments)))
+        bytes=np.array(rows, dtype=float).reshape(len(indices), len(moments) + with_step))
 
 
 class _Rest:

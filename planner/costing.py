@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -91,7 +91,10 @@ class CutCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieCost:
-    """A tied parameter on each rank that holds it: it stays gathered, once a step."""
+    """A tied parameter on each rank that holds it: it stays gathered, once a step.
+
+    parameters: with reduce_each_s of all micro-batches together, beside nothing.
+    """
 
     static_bytes: int
     temporary_bytes: int
@@ -285,6 +288,9 @@ class Coster:
         size, shard = self.request.bytes, candidate.mesh.dp_shard
         parameters = parameter_cost(trainable, frozen, context.group, self.request,
                                     each_micro_batch=candidate.each_micro_batch)
+        # It is reduced when backward is over, so that nothing is left to hide behind.
+        parameters = replace(parameters, reduce_each_s=(
+            candidate.num_micro_batches * parameters.reduce_each_s))
         gradient = (trainable * size.reduce_bytes if candidate.unsharded_gradients
                     else trainable * size.gradient_bytes / shard)
         state = trainable * self.request.num_moments * size.state_bytes / shard

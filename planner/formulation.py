@@ -44,7 +44,7 @@ from planner.layout import Choice
 from planner.linear import Expression, LinearProgram, total
 from planner.problem import StageProblem
 
-__all__ = ["Program", "Solution", "solve"]
+__all__ = ["Program", "Solution", "relaxed_bound", "solve"]
 
 Segments = list[list[tuple[int, int, Choice]]]
 Moments = tuple[tuple[tuple[int, ...], ...], ...]
@@ -163,6 +163,7 @@ class Program:
                 self.model.at_least(count - begun)
                 self.model.at_least(run.count * begun - count)
                 self.model.at_least(count - run.count * done)
+                self.model.at_least(done - count, 1 - run.count)
                 started.append(begun)
                 finished.append(done)
             for r in range(1, len(runs)):
@@ -293,7 +294,8 @@ class Program:
                 for g, (_, costs, _) in enumerate(problem.ties):
                     p = costs[cls].parameters
                     tail += self.z[g][i] * self._units(
-                        p.gather_s + p.optimizer_s + p.norm_s + share * p.reduce_s)
+                        p.gather_s + p.reduce_each_s + p.optimizer_s + p.norm_s
+                        + share * p.reduce_s)
                 self.model.at_least(self.tail - tail)
 
     def _longest_tail_s(self) -> float:
@@ -303,8 +305,8 @@ class Program:
                       zip(problem.runs, problem.options, strict=True)
                       for o in options for c in o.costs]
         parameters += [(1, cost.parameters) for _, costs, _ in problem.ties for cost in costs]
-        return 1e-6 + sum(n * (p.gather_s + p.optimizer_s + p.norm_s + p.reduce_s)
-                          for n, p in parameters)
+        return 1e-6 + sum(n * (p.gather_s + p.reduce_each_s + p.optimizer_s + p.norm_s
+                               + p.reduce_s) for n, p in parameters)
 
     def _memory(self, i: int) -> None:
         """(6) Rank i at every moment."""
@@ -389,6 +391,16 @@ class Program:
                  for o, option in enumerate(options)
                  if (count := round(self.x[k][r][o].value(values)))]
                 for k in range(self.problem.num_stages)]
+
+
+def relaxed_bound(problem: StageProblem, least_slowest_s: float) -> float:
+    """Lower bound of the step time from the linear relaxation; inf if even that is infeasible."""
+    moments = tuple((problem.first_moment(i),) for i in range(problem.candidate.mesh.pp))
+    program = Program(problem, moments, least_slowest_s=least_slowest_s)
+    result = program.model.solve(integer=False)
+    if result.status == "infeasible":
+        return math.inf
+    return program.seconds(result.bound) if result.status == "optimal" else 0.0
 
 
 def solve(problem: StageProblem, *, least_slowest_s: float, most_s: float = math.inf,

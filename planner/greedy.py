@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.layout import Choice
-from planner.problem import Option, StageProblem
+from planner.problem import StageProblem
 
 __all__ = ["balanced_cut", "even_cut", "filled_cut", "greedy"]
 
@@ -111,33 +111,43 @@ def _fit_rank(problem: StageProblem, counts: Counts, i: int) -> bool:
                for k, r in ends.items() if k + 1 < problem.num_stages)
     room = problem.capacity_bytes[i] - ties - held
 
-    def size(k: int, option: Option) -> int:
-        memory = option.costs[cls].memory
-        return memory.static_bytes + moment[k // p] * memory.activation_bytes
-
+    # Per (stage, run): bytes, seconds and working set of a layer under each option.
+    memories = {(k, r): [o.costs[cls].memory for o in problem.options[r]] for k, r in mine}
+    sizes = {(k, r): [m.static_bytes + moment[k // p] * m.activation_bytes for m in row]
+             for (k, r), row in memories.items()}
+    seconds = {(k, r): [o.seconds(cls) for o in problem.options[r]] for k, r in mine}
     for _ in range(len(mine) * 12):
-        used = sum(n * size(k, problem.options[r][o])
-                   for k, r in mine for o, n in enumerate(counts[k, r]) if n)
-        working = max(problem.options[r][o].costs[cls].memory.working_set_bytes
-                      for k, r in mine for o, n in enumerate(counts[k, r]) if n)
+        used = working = 0
+        for key in mine:
+            for n, size, memory in zip(counts[key], sizes[key], memories[key], strict=True):
+                if n:
+                    used += n * size
+                    working = max(working, memory.working_set_bytes)
         over = used + working - room
         if over <= 0:
             return True
-        best: tuple[float, int, int, int, int, int] | None = None
-        for k, r in mine:
-            options = problem.options[r]
-            for o, n in enumerate(counts[k, r]):
-                for other in range(len(options)) if n else ():
-                    saved = size(k, options[o]) - size(k, options[other])
-                    if saved <= 0:
-                        continue
-                    price = (options[other].seconds(cls) - options[o].seconds(cls)) / saved
-                    if best is None or price < best[0]:
-                        best = price, k, r, o, other, saved
-        if best is None:
+        move = _cheapest_move(mine, counts, sizes, seconds)
+        if move is None:
             return False
-        _, k, r, o, other, saved = best
-        moved = min(counts[k, r][o], -(-over // saved))
-        counts[k, r][o] -= moved
-        counts[k, r][other] += moved
+        key, source, target = move
+        moved = min(counts[key][source], -(-over // (sizes[key][source] - sizes[key][target])))
+        counts[key][source] -= moved
+        counts[key][target] += moved
     return False
+
+
+def _cheapest_move(mine: list[tuple[int, int]], counts: Counts,
+                   sizes: dict[tuple[int, int], list[int]],
+                   seconds: dict[tuple[int, int], list[float]]
+                   ) -> tuple[tuple[int, int], int, int] | None:
+    """((stage, run), option, smaller option) with the least seconds per byte saved."""
+    best: tuple[float, tuple[tuple[int, int], int, int]] | None = None
+    for key in mine:
+        size, time = sizes[key], seconds[key]
+        for source, n in enumerate(counts[key]):
+            for target in range(len(size)) if n else ():
+                if size[target] < size[source]:
+                    price = (time[target] - time[source]) / (size[source] - size[target])
+                    if best is None or price < best[0]:
+                        best = price, (key, source, target)
+    return best and best[1]

@@ -40,6 +40,7 @@ class RankTotal:
     working_set_bytes: int = 0
     temporary_bytes: int = 0
     tied_gather_s: float = 0.0
+    tied_reduce_s: float = 0.0
     reduce_s: float = 0.0
     window_s: float = 0.0
     optimizer_s: float = 0.0
@@ -102,6 +103,7 @@ class RankTotal:
             self._bytes("tied_parameters", cost.static_bytes)
             self.temporary_bytes += cost.temporary_bytes
             self.tied_gather_s += cost.parameters.gather_s
+            self.tied_reduce_s += cost.parameters.reduce_each_s
             self._add_parameters(cost.parameters, 1)
 
     @property
@@ -112,7 +114,8 @@ class RankTotal:
         """What follows the last backward."""
         reduction = tail_seconds(self.reduce_s, self.window_s if overlaps else 0.0,
                                  self.context.group.overlap_slowdown)
-        return {"parameter_gather": self.tied_gather_s, "gradient_reduction": reduction,
+        return {"parameter_gather": self.tied_gather_s,
+                "gradient_reduction": reduction + self.tied_reduce_s,
                 "optimizer_step": self.optimizer_s, "gradient_norm": self.norm_s}
 
     def memory_terms(self, moments: Sequence[Sequence[int]]) -> dict[str, int]:

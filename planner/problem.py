@@ -170,7 +170,7 @@ def choices_for(coster: Coster, run: Run, candidate: Candidate) -> list[Choice]:
             for r, s, t in product(recompute, reshard, whole)]
 
 
-def _vector(option: Option, keep_window: bool) -> tuple[float, ...]:
+def _vector(option: Option, window_times: int | None) -> tuple[float, ...]:
     values: list[float] = []
     for cost in option.costs:
         memory = cost.memory
@@ -178,20 +178,24 @@ def _vector(option: Option, keep_window: bool) -> tuple[float, ...]:
                    cost.parameters.optimizer_s + cost.parameters.norm_s, memory.static_bytes,
                    memory.activation_bytes, memory.working_set_bytes,
                    memory.optimizer_temporary_bytes]
-        if keep_window:
-            values.append(-cost.window_s)
+        if window_times is not None:
+            values.append(window_times * (cost.forward_s + cost.backward_s) - cost.window_s)
     return tuple(values)
 
 
-def _undominated(options: Sequence[Option], keep_window: bool) -> tuple[Option, ...]:
+def _undominated(options: Sequence[Option], window_times: int | None) -> tuple[Option, ...]:
     """Without those that another equals or beats in every respect (the first of equals stays).
 
-    A larger window hides more of the last reduction, but on a lone rank a layer that is slower by x
-    costs m*x in the micro-batches and hides at most x of it, so there the window need not be kept.
+    A larger window hides more of the last reduction, which an option may be slower for. On a lone
+    rank all m micro-batches pay that, so there m times the seconds less the window is compared;
+    among stages a rank may not be the slowest, and only the window is.
+
+    Args:
+        window_times: that m; 0 among stages; None where nothing hides.
     """
     kept: list[tuple[tuple[float, ...], Option]] = []
-    for option in sorted(options, key=lambda o: _vector(o, keep_window)):
-        vector = _vector(option, keep_window)
+    for option in sorted(options, key=lambda o: _vector(o, window_times)):
+        vector = _vector(option, window_times)
         if not any(all(a <= b for a, b in zip(other, vector, strict=True)) for other, _ in kept):
             kept.append((vector, option))
     return tuple(option for _, option in kept)
@@ -202,7 +206,7 @@ def make_problem(coster: Coster, candidate: Candidate) -> StageProblem:
     mesh = candidate.mesh
     contexts, rank_class = coster.contexts(mesh)
     overlaps = coster.overlaps(mesh)
-    options = _options(coster, candidate, contexts, overlaps and mesh.pp > 1)
+    options = _options(coster, candidate, contexts, overlaps)
     inside, after = _cuts(coster, candidate)
     run_of_layer = {run.first: index for index, run in enumerate(coster.chain.runs)}
     ties = tuple(
@@ -219,17 +223,18 @@ def make_problem(coster: Coster, candidate: Candidate) -> StageProblem:
 
 
 def _options(coster: Coster, candidate: Candidate, contexts: tuple[RankContext, ...],
-             keep_window: bool) -> tuple[tuple[Option, ...], ...]:
+             overlaps: bool) -> tuple[tuple[Option, ...], ...]:
     """The undominated options of every run; candidates that differ only in pp often share them."""
-    key = (contexts, candidate.mesh.tp, candidate.mesh.dp_shard, candidate.micro_batch,
-           candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1,
-           candidate.each_micro_batch, candidate.unsharded_gradients, keep_window)
+    times = candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1  # 1 is the strictest
+    window_times = None if not overlaps else times if candidate.mesh.pp == 1 else 0
+    key = (contexts, candidate.mesh.tp, candidate.mesh.dp_shard, candidate.micro_batch, times,
+           candidate.each_micro_batch, candidate.unsharded_gradients, window_times)
     if key not in coster.option_cache:
         coster.option_cache[key] = tuple(
             _undominated([
                 Option(choice, tuple(coster.layer(run, choice, candidate, context)
                                      for context in contexts))
-                for choice in choices_for(coster, run, candidate)], keep_window)
+                for choice in choices_for(coster, run, candidate)], window_times)
             for run in coster.chain.runs)
     options: tuple[tuple[Option, ...], ...] = coster.option_cache[key]
     return options

@@ -87,8 +87,11 @@ class Waterfill:
     def __init__(self, problem: StageProblem) -> None:
         self.problem = problem
         runs = problem.runs
-        main = max(range(len(runs)), key=lambda r: runs[r].count * min(
-            option.seconds(0) for option in problem.options[r]))
+        repeated = [r for r, run in enumerate(runs) if run.count > 1]
+        # A lone repeated run is what stages have blocks of, whatever else there is.
+        main = repeated[0] if len(repeated) == 1 else max(
+            range(len(runs)), key=lambda r: runs[r].count * min(
+                option.seconds(0) for option in problem.options[r]))
         self.main = main
         self.count = runs[main].count
         p, v = problem.candidate.mesh.pp, problem.candidate.schedule.chunks

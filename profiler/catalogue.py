@@ -2,8 +2,8 @@
 
     python -m profiler.catalogue [name ...]     rewrites planner/models/<name>.json
 
-Configs are those that the models were published with. GPT-style models are GPT2LMHeadModel: learned
-positions, tied embeddings, dropout of 0.1.
+Configs are those that the models were published with. GPT-style models are GPT2LMHeadModel:
+learned positions, tied embeddings, dropout of 0.1.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ class ModelSpec:
 
 
 def _gpt(layers: int, hidden: int, heads: int, *, vocabulary: int = 51200, seq_len: int = 2048,
-         note: str = "") -> ModelSpec:
+         activation: str = "gelu_pytorch_tanh", note: str = "") -> ModelSpec:
+    """The default activation is the fused kernel of GPT-2's "gelu_new", which is written out."""
     return ModelSpec(note=note, config={
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": layers,
-        "n_embd": hidden, "n_head": heads, "vocab_size": vocabulary, "n_positions": seq_len})
+        "n_embd": hidden, "n_head": heads, "vocab_size": vocabulary, "n_positions": seq_len,
+        "activation_function": activation})
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> ModelSpec:
     return _gpt(layers, hidden, heads, vocabulary=50257, seq_len=1024,
-                note="Radford et al. 2019, Table 2")
+                activation="gelu_new", note="Radford et al. 2019, Table 2")
 
 
 def _megatron(layers: int, hidden: int, heads: int) -> ModelSpec:

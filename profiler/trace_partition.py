@@ -15,6 +15,7 @@ The layers are found from the module tree alone:
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -79,6 +80,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return (type(value).__name__, *(_plain(item, depth + 1) for item in value))
     if depth < 6 and isinstance(value, dict):
         return tuple((str(key), _plain(item, depth + 1)) for key, item in value.items())
+    if isinstance(value, functools.partial):
+        return (_plain(value.func), _plain(value.args), _plain(value.keywords))
     if isinstance(value, types.MethodType):
         return (type(value.__self__), id(value.__func__))
     return id(value)

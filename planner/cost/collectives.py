@@ -6,13 +6,15 @@ between hosts (its share of cards and uplinks) and the latency there.
 
     all-gather, reduce-scatter:
         ring          S (n-1)/n / min(W_d, W_n) + (n-h) a_d + h a_n
-        hierarchical  S (k-1)/k / W_d + (k-1) a_d + S (h-1)/h / W_n + (h-1) a_n      (equal k)
-    all-reduce: a reduce-scatter and an all-gather, or
-        tree          2 S / min(W_d, W_n) + 2 (k-1) a_d + 2 ceil(log2 h) a_n         (NCCL's)
+    all-reduce, the cheapest that the group allows of
+        ring          a reduce-scatter and an all-gather
+        hierarchical  2 (S (k-1)/k / W_d + (k-1) a_d + S (h-1)/h / W_n + (h-1) a_n)    (equal k)
+        tree          2 S / min(W_d, W_n) + 2 (k-1) a_d + 2 ceil(log2 h) a_n
 
-The cheapest form that the group allows is taken. Ring and tree: Thakur, Rabenseifner & Gropp,
-"Optimization of Collective Communication Operations in MPICH" (2005); hierarchical: each phase of
-it. The bandwidths already carry the link's efficiency and the sharing between groups
+NCCL and gloo gather and scatter by rings (NCCL's tuning has no tree for them), and reduce by rings
+or by trees over hosts. Ring and tree: Thakur, Rabenseifner & Gropp, "Optimization of Collective
+Communication Operations in MPICH" (2005); hierarchical: its phases one after the other. The
+bandwidths already carry the link's efficiency and the sharing between groups
 (`planner/topology_groups.py`).
 """
 
@@ -31,16 +33,8 @@ def all_gather_seconds(num_bytes: float, span: Span) -> float:
     if n == 1 or num_bytes <= 0:
         return 0.0
     width = min(span.device_bytes_per_s, span.network_bytes_per_s)
-    ring = (num_bytes * (n - 1) / n / width
+    return (num_bytes * (n - 1) / n / width
             + (n - h) * span.device_latency_s + (h if h > 1 else 0) * span.network_latency_s)
-    k = span.members_per_host
-    if h == 1 or k == 1 or k != span.max_members_per_host:
-        return ring
-    hierarchical = (num_bytes * (k - 1) / k / span.device_bytes_per_s
-                    + (k - 1) * span.device_latency_s
-                    + num_bytes * (h - 1) / h / span.network_bytes_per_s
-                    + (h - 1) * span.network_latency_s)
-    return min(ring, hierarchical)
 
 
 def reduce_scatter_seconds(num_bytes: float, span: Span) -> float:
@@ -54,11 +48,18 @@ def all_reduce_seconds(num_bytes: float, span: Span) -> float:
     n, h = span.size, span.num_hosts
     if n == 1 or num_bytes <= 0:
         return 0.0
-    both = 2 * all_gather_seconds(num_bytes, span)
+    ring = 2 * all_gather_seconds(num_bytes, span)
     width = min(span.device_bytes_per_s, span.network_bytes_per_s)
     tree = (2 * num_bytes / width + 2 * (span.max_members_per_host - 1) * span.device_latency_s
             + 2 * ceil(log2(h)) * span.network_latency_s)
-    return min(both, tree)
+    k = span.members_per_host
+    if h == 1 or k == 1 or k != span.max_members_per_host:
+        return min(ring, tree)
+    hierarchical = 2 * (num_bytes * (k - 1) / k / span.device_bytes_per_s
+                        + (k - 1) * span.device_latency_s
+                        + num_bytes * (h - 1) / h / span.network_bytes_per_s
+                        + (h - 1) * span.network_latency_s)
+    return min(ring, tree, hierarchical)
 
 
 def send_seconds(num_bytes: float, edge: Edge) -> float:

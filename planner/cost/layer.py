@@ -67,7 +67,8 @@ class ParameterCost:
 class LayerCost:
     """Seconds per micro-batch, seconds per step, and bytes of one layer on one rank.
 
-    window_s: what a gradient reduction of the last micro-batch can hide behind.
+    window_s: what a gradient reduction of the last micro-batch can hide behind: backward work that
+        no other communication runs beside.
     """
 
     forward_compute_s: float
@@ -173,7 +174,7 @@ def layer_cost(choice: Choice, compute: ComputeTimes, collectives: tuple[float, 
         gather_forward_s=forward_extra / (1 if resharded else num_micro_batches),
         gather_backward_s=backward_extra * (1 - reduce_share),
         reduction_backward_s=backward_extra * reduce_share,
-        window_s=backward_work,
+        window_s=max(0.0, backward_work - beside),
         parameters=parameters,
         memory=memory)
 

@@ -110,12 +110,15 @@ def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Requ
     if choice.recompute == "none":
         saved_bytes, dropped_bytes = everything, 0
     else:
-        kept = _group_bytes([g for g in kind.saved if choice.recompute == "selective"
-                             and g.kept_by_selective and not g.is_input], shard)
+        kept = extra = 0
+        if choice.recompute == "selective":
+            kept = _group_bytes([g for g in kind.saved
+                                 if g.kept_by_selective and not g.is_input], shard)
+            extra = _group_bytes(kind.kept_only_by_selective, shard)
         entering = TensorGroup(name="input", elements=inputs, split="sequence")
         entered = max(_group_bytes([entering], shard),
                       _group_bytes([g for g in kind.saved if g.is_input], shard))
-        saved_bytes, dropped_bytes = kept + entered, everything - kept
+        saved_bytes, dropped_bytes = kept + extra + entered, everything - kept
     working = max(_group_bytes(kind.forward_working_set, shard),
                   _group_bytes(kind.backward_working_set, shard) + dropped_bytes)
     if resharded:

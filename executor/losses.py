@@ -14,12 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import implicit_replication
-from torch.distributed.tensor.parallel import loss_parallel
 
 from profiler.errors import InvalidInput
 
-__all__ = ["Loss", "cross_entropy", "mean_squared_error", "prediction_of"]
+__all__ = ["Loss", "cross_entropy", "mean_squared_error", "prediction_of", "whole"]
 
 IGNORED = -100
 """Target of a token that counts for nothing, as in torch and transformers."""
@@ -97,5 +95,3 @@ def mean_squared_error() -> Loss:
     return Loss(total=lambda outputs, targets: F.mse_loss(outputs, targets, reduction="sum"),
                 count=lambda targets: float(targets.numel()))
 
-
-__all__ += ["implicit_replication", "loss_parallel", "whole"]

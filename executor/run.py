@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,10 @@ class Run:
         first = {item.name: item.stages[0] for item in self.shared}
         return [p for name, stage, p in self.named_parameters() if first.get(name, stage) == stage]
 
-    def whole(self, name_or_parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+    def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter-shaped tensor, in the model's own order. Collective."""
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        fused = self.fused_of(name_or_parameter)
+        fused = self.fused_of(parameter)
         if fused is not None:
             full = deinterleaved(full, *fused, self.layout.mesh.tp)
         return full
@@ -240,6 +240,3 @@ class Run:
 
         return load(self, path)
 
-
-OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
-__all__ += ["OptimizerMaker"]

@@ -1,0 +1,23 @@
+"""Runs a Layout on torch.distributed, exactly as the model alone would run.
+
+Importing this package does not import torch: the planner reads `executor/capabilities.json`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["Loss", "Run", "cross_entropy", "mean_squared_error", "parallelize"]
+
+_HOMES = {"Loss": "executor.losses", "cross_entropy": "executor.losses",
+          "mean_squared_error": "executor.losses", "Run": "executor.run",
+          "parallelize": "executor.parallelize"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'executor' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # else the submodule of the same name would stand in its place
+    return value

@@ -20,7 +20,8 @@ demo: $(VENV)/.installed
 	$(BIN)/plan llama3-8b --topology dgx-h100:2 --global-batch 256 --seq-len 8192
 
 test: lint
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) -m "not processes"
+	$(BIN)/pytest -m processes
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

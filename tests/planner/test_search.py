@@ -17,7 +17,6 @@ from planner.topology_files import resolve
 from profiler.documents import dump, parse, to_data
 from profiler.errors import Infeasible, InvalidInput, UnsupportedLayout
 
-
 GPT2 = graph_of("gpt2")
 LLAMA = graph_of("llama3-8b")
 HOST = resolve("dgx-h100")

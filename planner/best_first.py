@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
-from planner.blocks import Blocks, block_form, variants
+from planner.blocks import Blocks, block_forms, variants
 from planner.bounds import SLACK, CandidateBounds, MeshBounds, row_bounds
 from planner.costing import Candidate, Coster
 from planner.greedy import balanced_cut, even_cut, filled_cut, greedy
@@ -250,17 +250,18 @@ class _Search:
         if bound >= self.best_s * (1 - TOLERANCE):
             return  # as good as the bound: nothing left to solve
         parts = variants(problem)
-        forms = [block_form(part) for part in parts]
-        if None in forms:
+        forms = [block_forms(part) for part in parts]
+        if not all(forms):
             self.solve_program(bound, node)
             return
         self.outcome.num_solved += 1
-        for part, form in zip(parts, forms, strict=True):
-            assert form is not None
-            answer = Blocks(part, form, Waterfill(part)).solve(self.best_s, TOLERANCE)
-            if isinstance(answer, tuple):
-                step_s, segments = answer
-                self.keep(candidate, segments, self.lifted(candidate, segments, step_s))
+        for part, spreads in zip(parts, forms, strict=True):
+            filled = Waterfill(part)
+            for form in spreads:
+                answer = Blocks(part, form, filled).solve(self.best_s, TOLERANCE)
+                if isinstance(answer, tuple):
+                    step_s, segments = answer
+                    self.keep(candidate, segments, self.lifted(candidate, segments, step_s))
 
     def solve_program(self, bound: float, node: _Open) -> None:
         """The general program: first its linear relaxation, which orders the heap, then whole."""

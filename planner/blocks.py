@@ -1,11 +1,12 @@
 """Models of one repeated block: the cut as a program over ranks, the choices as a knapsack a rank.
 
 Most models are a run of N equal blocks with a few layers before (embedding) and after (norm, head).
-Those stay with the first and the last stage, a stage is then known by how many blocks it has, and
-the stage problem falls apart:
+Once those are given to stages, a stage is known by how many blocks it has, and the stage problem
+falls apart:
 
     h_i(n)   least seconds of pipeline rank i with n blocks in its memory (planner/choices.py)
-    e_i(n)   what follows its last backward; the same for all choices
+    e_i(n)   what follows its last backward; the same for all choices (where there is one rank, it
+             is added to their seconds)
 
     minimise    (m - 1/v) T + (1/v) sum_i h_i(n_i) + A
     so that (1) sum_i n_i = N
@@ -16,8 +17,8 @@ starts as its fractional relaxation (`planner/waterfill.py`) and is made exact w
 it; when all that are used are exact, the answer is optimal. The stages of interleaved schedules
 have N/K blocks each.
 
-`variants` fixes first what would make the tails unlike; `block_form` says whether a problem is then
-of this kind; the others go to `planner/formulation.py`.
+`variants` fixes first what would make the tails unlike; `block_forms` are then the ways to spread
+what lies before and after. Problems that have none, or too many, go to `planner/formulation.py`.
 """
 
 from __future__ import annotations
@@ -25,24 +26,25 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, pairwise, product
 
 from planner.choices import Group, best_choices
-from planner.cost.layer import LayerCost
+from planner.cost.layer import LayerCost, ParameterCost
 from planner.cost.pipeline import in_flight
+from planner.costing import CutCost
 from planner.layout import Choice
 from planner.linear import LinearProgram, total
 from planner.problem import Option, StageProblem
 from planner.waterfill import Waterfill
 
-__all__ = ["BlockForm", "Blocks", "block_form", "variants"]
+__all__ = ["BlockForm", "Blocks", "block_forms", "variants"]
 
 Segments = list[list[tuple[int, int, Choice]]]
 Moment = tuple[int, ...]
 
-MOST_VARIANTS = 64
-"""They double with every run of layers that can be divided; models of many unlike layers go to the
-general program."""
+MOST_VARIANTS = MOST_FORMS = 64
+"""They double with every layer before or after the blocks (that can be divided); models of many
+unlike layers go to the general program."""
 
 RESOLUTION = 2.0**-24
 """Time unit of the program as a share of the slowest rank's least time."""
@@ -50,22 +52,31 @@ RESOLUTION = 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """Which run holds the blocks; whether there are layers before and after it."""
+    """Which run holds the blocks, and which others lie where.
+
+    before[i], after[i]: runs of pipeline rank i before and after its blocks (interleaved: of the
+    first and the last stage). blocks[i]: whether it can have blocks. last[i]: its last run where
+    that is given, None where the rank ends among the blocks.
+    """
 
     main: int
-    has_before: bool
-    has_after: bool
+    before: tuple[tuple[int, ...], ...]
+    after: tuple[tuple[int, ...], ...]
+    blocks: tuple[bool, ...]
+    last: tuple[int | None, ...]
 
 
 def variants(problem: StageProblem) -> list[StageProblem]:
-    """The problem once for each way to choose between options of unlike tails, run by run; as it is
-    where that would be too many.
+    """The problem once for each way to choose between options of unlike tails, layer by layer; as
+    it is where that would be too many, or of no use.
 
     Options differ in what follows the last backward only by holding a layer whole or divided.
     """
     classes = [list(dict.fromkeys(_tail_of(option) for option in options))
                for options in problem.options]
-    if math.prod(map(len, classes)) > MOST_VARIANTS:
+    mixed = any(run.count > 1 and len(tails) > 1
+                for run, tails in zip(problem.runs, classes, strict=True))
+    if problem.candidate.mesh.pp == 1 or mixed or math.prod(map(len, classes)) > MOST_VARIANTS:
         return [problem]
     return [replace(problem, options=tuple(
         tuple(o for o in options if _tail_of(o) == tail)
@@ -78,30 +89,65 @@ def _tail_of(option: Option) -> tuple[tuple[float, float], ...]:
                  for c in option.costs)
 
 
-def block_form(problem: StageProblem) -> BlockForm | None:
-    """The form of a problem, or None if it is not of this kind."""
-    p = problem.candidate.mesh.pp
-    runs = problem.runs
+def block_forms(problem: StageProblem) -> list[BlockForm]:
+    """The ways to spread what is not blocks; none if the problem is not of this kind."""
+    p, runs = problem.candidate.mesh.pp, problem.runs
     if problem.candidate.schedule.name == "gpipe" and p > 1:
-        return None  # two maxima, forward and backward
-    if any(len({_tail_of(o) for o in options}) > 1 for options in problem.options):
-        return None
+        return []  # two maxima, forward and backward
     if problem.overlaps and not _reduction_hides(problem):
-        return None
+        return []
     if p == 1:
-        return BlockForm(0, False, False)
+        return [BlockForm(0, ((),), (tuple(range(1, len(runs))),), (True,), (None,))]
+    if any(len({_tail_of(o) for o in options}) > 1 for options in problem.options):
+        return []
     many = [r for r, run in enumerate(runs) if run.count > 1]
     if len(many) != 1:
-        return None
-    main = many[0]
-    form = BlockForm(main, main > 0, main + 1 < len(runs))
-    for i in range(p):  # every cut that a stage count can mean must cost the same
-        inside = problem.inside[i][main]
-        around = [problem.after[i][main]] if form.has_after else []
-        around += [problem.after[i][main - 1]] if form.has_before else []
-        if i < p - 1 and any(cut != inside for cut in around):
-            return None
-    return form
+        return []
+    forms = _spreads(problem, many[0])
+    return forms if all(_cuts_alike(problem, form) for form in forms) else []
+
+
+def _spreads(problem: StageProblem, main: int) -> list[BlockForm]:
+    """Every way to give the runs before and after the blocks to ranks, in order; none if too many.
+
+    The first ranks have some of what is before and nothing else, the last ranks some of what is
+    after; those between share the blocks, and the rest goes to the first and the last of them.
+    """
+    p, num_runs = problem.candidate.mesh.pp, len(problem.runs)
+    most = p - 1 if problem.candidate.schedule.chunks == 1 else 0
+    forms: list[BlockForm] = []
+    for front in _pieces(range(main), most):
+        for back in _pieces(range(main + 1, num_runs), most):
+            shared = p - (len(front) - 1) - (len(back) - 1)
+            if shared < 1:
+                continue
+            if len(forms) == MOST_FORMS:
+                return []
+            idle: list[tuple[int, ...]] = [()] * (shared - 1)
+            before = (*front, *idle, *[()] * (len(back) - 1))
+            after = (*[()] * (len(front) - 1), *idle, *back)
+            blocks = (*[False] * (len(front) - 1), *[True] * shared, *[False] * (len(back) - 1))
+            last = (*(piece[-1] for piece in front[:-1]), *[None] * (shared - 1),
+                    *(piece[-1] for piece in back[:-1]), None)
+            forms.append(BlockForm(main, before, after, blocks, last))
+    return forms
+
+
+def _pieces(runs: range, most: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Every way to cut runs into pieces, with at most `most` cuts."""
+    return [tuple(tuple(runs[a:b]) for a, b in pairwise((0, *cuts, len(runs))))
+            for number in range(min(most, max(len(runs) - 1, 0)) + 1)
+            for cuts in combinations(range(1, len(runs)), number)]
+
+
+def _cuts_alike(problem: StageProblem, form: BlockForm) -> bool:
+    """Whether every cut that a number of blocks can mean costs the same."""
+    for i in range(problem.candidate.mesh.pp - 1):
+        around = [problem.after[i][form.main]] if form.main + 1 < len(problem.runs) else []
+        around += [problem.after[i][form.main - 1]] if form.main else []
+        if form.last[i] is None and any(cut != problem.inside[i][form.main] for cut in around):
+            return False
+    return True
 
 
 def _reduction_hides(problem: StageProblem) -> bool:
@@ -112,7 +158,7 @@ def _reduction_hides(problem: StageProblem) -> bool:
     reduce = sum(costs[0].parameters.reduce_s for _, costs, _ in problem.ties)
     window = 0.0
     for run, options in zip(problem.runs, problem.options, strict=True):
-        reduce += run.count * options[0].costs[0].parameters.reduce_s
+        reduce += run.count * max(o.costs[0].parameters.reduce_s for o in options)
         window += run.count * min(o.costs[0].window_s for o in options)
     return window >= reduce
 
@@ -129,14 +175,15 @@ class Blocks:
         self.m = problem.candidate.num_micro_batches
         self.count = problem.runs[form.main].count
         self.picks: dict[tuple[int, int], tuple[float, list[tuple[int, int, list[int]]]]] = {}
-        self.same: dict[tuple[object, int], tuple[float, list[tuple[int, int, list[int]]]]] = {}
+        self.same: dict[object, tuple[float, list[tuple[int, int, list[int]]]]] = {}
 
     # --- one rank
 
     def exact(self, i: int, n: int) -> float:
         """h_i(n), and remember the choices that reach it; inf if nothing fits."""
         if (i, n) not in self.picks:
-            key = (self.filled.keys[i], n)
+            key = (self.filled.keys[i], n, self.form.before[i], self.form.after[i],
+                   self.form.last[i])
             if key not in self.same:
                 self.same[key] = self._exact(i, n)
             seconds, picks = self.same[key]
@@ -155,7 +202,8 @@ class Blocks:
                 if count:
                     place.append((c, r))
                     groups.append(Group(count, c, tuple(
-                        _figures(o.costs[cls]) for o in problem.options[r])))
+                        _figures(o.costs[cls], self._folded_s(o.costs[cls].parameters))
+                        for o in problem.options[r])))
         moments = [problem.first_moment(i)]
         tied_bytes, tied_temporary_bytes = self._tied_bytes(i)
         room = problem.capacity_bytes[i] - tied_bytes
@@ -177,11 +225,11 @@ class Blocks:
     def _runs_of(self, i: int, c: int) -> list[int]:
         if self.p == 1:
             return list(range(len(self.problem.runs)))
-        runs = [self.form.main]
-        if i == 0 and c == 0:
-            runs = [*range(self.form.main), *runs]
-        if i == self.p - 1 and c == self.v - 1:
-            runs = [*runs, *range(self.form.main + 1, len(self.problem.runs))]
+        runs = [self.form.main] if self.form.blocks[i] else []
+        if c == 0:
+            runs = [*self.form.before[i], *runs]
+        if c == self.v - 1:
+            runs += self.form.after[i]
         return runs
 
     def _worst(self, i: int, groups: list[Group], picks: list[list[int]]) -> Moment:
@@ -202,8 +250,14 @@ class Blocks:
 
     def _held_bytes(self, i: int, moment: Moment) -> int:
         last = self.p * self.v - 1
-        size = self.problem.inside[min(i, len(self.problem.inside) - 1)][self.form.main].held_bytes
+        size = self._cut_after(i).held_bytes
         return sum(n * size for c, n in enumerate(moment) if c * self.p + i < last)
+
+    def _cut_after(self, i: int) -> CutCost:
+        """What the cuts behind the stages of rank i cost."""
+        last = self.form.last[i]
+        return (self.problem.inside[i][self.form.main] if last is None
+                else self.problem.after[i][last])
 
     def _tied_bytes(self, i: int) -> tuple[int, int]:
         """(static, temporary in the optimizer step) of the tied parameters that rank i holds."""
@@ -216,27 +270,32 @@ class Blocks:
         """Activations from the rank before, gradients from the rank after, for every chunk."""
         if self.p == 1:
             return 0.0
-        cuts = [rows[self.form.main] for rows in self.problem.inside]
-        ahead = (self.v - (i == 0)) * cuts[i - 1].forward_s
-        back = (self.v - (i == self.p - 1)) * cuts[i].backward_s
+        ahead = (self.v - (i == 0)) * self._cut_after((i - 1) % self.p).forward_s
+        back = (self.v - (i == self.p - 1)) * self._cut_after(i).backward_s
         return ahead + back
+
+    def _folded_s(self, once: ParameterCost) -> float:
+        """What a layer of a lone rank adds to each micro-batch for what it costs once a step."""
+        return self._once_s(0, once) / self.m if self.p == 1 else 0.0
+
+    def _once_s(self, i: int, once: ParameterCost) -> float:
+        """What follows the last backward of rank i for some parameters."""
+        slowdown = self.problem.contexts[self.problem.rank_class[i]].group.overlap_slowdown
+        share = slowdown - 1.0 if self.problem.overlaps else 1.0
+        return once.optimizer_s + once.norm_s + share * once.reduce_s
 
     def tail_s(self, i: int, n: int) -> float:
         """e_i(n)."""
         problem, cls = self.problem, self.problem.rank_class[i]
-        slowdown = problem.contexts[cls].group.overlap_slowdown
-        share = slowdown - 1.0 if problem.overlaps else 1.0
+        mine = sorted({r for c in range(self.v) for r in self._runs_of(i, c)})
         tail = 0.0
-        for r in sorted({r for c in range(self.v) for r in self._runs_of(i, c)}):
-            cost = problem.options[r][0].costs[cls].parameters
-            count = n if self.p > 1 and r == self.form.main else problem.runs[r].count
-            tail += count * (cost.optimizer_s + cost.norm_s + share * cost.reduce_s)
-        mine = {r for c in range(self.v) for r in self._runs_of(i, c)}
+        for r in mine if self.p > 1 else ():
+            count = n if r == self.form.main else problem.runs[r].count
+            tail += count * self._once_s(i, problem.options[r][0].costs[cls].parameters)
         for runs, costs, _ in problem.ties:
-            if mine.intersection(runs):
-                cost = costs[cls].parameters
-                tail += (cost.gather_s + cost.reduce_each_s + cost.optimizer_s + cost.norm_s
-                         + share * cost.reduce_s)
+            if set(mine).intersection(runs):
+                once = costs[cls].parameters
+                tail += once.gather_s + once.reduce_each_s + self._once_s(i, once)
         return tail
 
     def rest_s(self) -> float:
@@ -256,9 +315,10 @@ class Blocks:
             return [self.count]
         if self.v > 1:
             numbers = [self.count // self.p]
+        elif not self.form.blocks[i]:
+            numbers = [0]
         else:
-            spared = (i == 0 and self.form.has_before) or (
-                i == self.p - 1 and self.form.has_after)
+            spared = self.form.before[i] or self.form.after[i]
             numbers = list(range(0 if spared else 1, self.count + 1))
         return [n for n in numbers if self.bound(i, n) <= min(limit_s, sys.float_info.max)]
 
@@ -363,9 +423,9 @@ class Blocks:
         return stages
 
 
-def _figures(cost: LayerCost) -> tuple[float, int, int, int, int]:
+def _figures(cost: LayerCost, more_s: float) -> tuple[float, int, int, int, int]:
     memory = cost.memory
-    return (cost.forward_s + cost.backward_s, memory.static_bytes, memory.activation_bytes,
+    return (cost.forward_s + cost.backward_s + more_s, memory.static_bytes, memory.activation_bytes,
             memory.working_set_bytes, memory.optimizer_temporary_bytes)
 
 

@@ -31,7 +31,7 @@ from planner.cost.memory import BLOCK_BYTES, layer_memory, local_parameters
 from planner.layout import Axis, Choice, Mesh, Schedule
 from planner.request import Request
 from planner.topology import Topology
-from planner.topology_groups import Placement, Stage
+from planner.topology_groups import Placement, Span, Stage
 from profiler.layer_graph import LayerGraph
 
 __all__ = ["Candidate", "Coster", "CutCost", "RankContext", "TieCost"]
@@ -118,6 +118,7 @@ class Coster:
         self.mesh_cache: dict[tuple[int, int, int, int], list[Mesh]] = {}  # of planner/space.py
         self._interned: dict[object, RankContext] = {}
         self._parts: dict[object, Any] = {}
+        self._spans: dict[Span, Span] = {}
         self._cuts: dict[object, CutCost] = {}
         self._contexts: dict[object, tuple[tuple[RankContext, ...], tuple[int, ...]]] = {}
 
@@ -164,6 +165,7 @@ class Coster:
         placement = self.placement(mesh)
         spans = {axis: placement.span(mesh.degree(axis), mesh.stride(axis), stage=stage)
                  for axis in _SPANNED}
+        spans = {axis: self._spans.setdefault(span, span) for axis, span in spans.items()}
         devices = [self.topology.hosts[g].device for g in kinds]
         axes = sum(mesh.degree(axis) > 1 for axis in (*_SPANNED, "pp"))
         communicators = axes + (1 if axes > 1 else 0)  # the world has one more
@@ -214,7 +216,7 @@ class Coster:
     def layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
               ) -> LayerCost:
         """The cost of one layer of a run."""
-        key = (run.kind, run.input, run.tied, choice, context, candidate.micro_batch,
+        key = (run.first, choice, context, candidate.micro_batch,
                candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1,
                candidate.each_micro_batch, candidate.unsharded_gradients, candidate.mesh.tp)
         cost = self._layers.get(key)
@@ -229,13 +231,15 @@ class Coster:
         shard = self.shard(candidate.micro_batch, mesh.tp, choice)
         without = frozenset(name for _, name in run.tied)
         each, whole = candidate.each_micro_batch, candidate.unsharded_gradients
-        layer = (run.kind, run.input, run.tied)
+        # Short keys: a run by its first layer, a shard by what makes it, a span by its identity
+        # (equal ones are one object): hashing the records would cost more than the parts do.
+        layer = (run.first, choice, candidate.micro_batch, mesh.tp)
         return layer_cost(
             choice, self.compute(run.kind, shard, context.device_groups),
-            self._part(("collectives", layer, choice, shard, group.tp),
+            self._part(("collectives", layer, id(group.tp)),
                        lambda: tensor_parallel_seconds(kind, choice, shard, group.tp, run.input)),
             self.parameters(run, choice, mesh.tp, context, each_micro_batch=each),
-            self._part(("memory", layer, choice, shard, mesh.dp_shard, whole),
+            self._part(("memory", layer, mesh.dp_shard, whole),
                        lambda: layer_memory(kind, choice, shard, request=self.request,
                                             dp_shard=mesh.dp_shard, unsharded_gradients=whole,
                                             inputs=run.input, without=without)),
@@ -244,8 +248,7 @@ class Coster:
     def parameters(self, run: Run, choice: Choice, tp: int, context: RankContext, *,
                    each_micro_batch: bool) -> ParameterCost:
         """Once-a-step costs of the parameters of one layer of a run."""
-        key = ("parameters", run.kind, run.tied, choice.tensor_parallel, tp, context,
-               each_micro_batch)
+        key = ("parameters", run.first, choice.tensor_parallel, tp, context, each_micro_batch)
         return self._part(key, lambda: layer_parameters(
             self.graph.kinds[run.kind], self.shard(1, tp, choice), context.group, self.request,
             without=frozenset(name for _, name in run.tied), each_micro_batch=each_micro_batch))

@@ -1,9 +1,9 @@
 """The search against brute force: small made-up instances, every layout priced.
 
-Each instance has a model of 2 to 8 layers of unlike cost (with repeated blocks, skip connections, tied and
-frozen parameters, layers that cannot be divided), 1 to 8 devices on one or two hosts or of two kinds,
-and little memory. Brute force (`brute_force.py`) shares the cost functions with the search, and nothing
-that bounds, cuts, fills or solves.
+Each instance has a model of 2 to 8 layers of unlike cost (with repeated blocks, skip connections,
+tied and frozen parameters, layers that cannot be divided), 1 to 8 devices on one or two hosts or of
+two kinds, and little memory. Brute force (`brute_force.py`) shares the cost functions with the
+search, and nothing that bounds, cuts, fills or solves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSTANCES = range(FIRST, FIRST + PER_CHUNK * CHUNKS)
 
 
 def solve(seed: int) -> tuple[float, float]:
-    """(step of the search, step of brute force); inf where nothing fits, -1 where nothing is legal."""
+    """(step of the search, step of brute force); inf: nothing fits, -1: nothing is legal."""
     instance = make_instance(seed)
     coster = Coster(instance.graph, instance.topology, instance.request)
     try:

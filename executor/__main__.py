@@ -91,8 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
               f"--resume to go "
               f"on from the last whole checkpoint", file=sys.stderr, flush=True)
         status = LOST
-    if rank is not None and status:
-        os._exit(status)  # an orderly end would wait for ranks that are gone
+    if rank is not None:
+        # An orderly end would wait for ranks that are gone; and where all are well, threads of the
+        # process groups that are still alive now and then abort the interpreter's teardown.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)
 
 

@@ -145,6 +145,8 @@ def make_kind(rng: random.Random, *, splittable: bool = True, frozen: bool = Fal
                         bytes_per_element=1)),
         inputs=(TensorGroup(name="input", elements=per_token(width), split="sequence",
                             is_input=True),),
+        kept_only_by_selective=() if rng.random() < 0.8 else (
+            TensorGroup(name="scores", elements=per_token(inner), split="feature"),),
         backward_working_set=(
             TensorGroup(name="grad", elements=per_token(rng.choice([1, 8]) * inner),
                         split="feature"),),
@@ -250,8 +252,18 @@ def _demands(rng: random.Random, number: int) -> dict[str, Any]:
 
 
 def make_instance(seed: int) -> Instance:
-    """The instance of a seed: the larger its model and its cluster, the more is demanded."""
+    """The instance of a seed: anything, or one for which a rarer choice is worth while."""
     rng = random.Random(seed)
+    kind = rng.random()
+    if kind < 0.12:
+        return _for_interleaving(rng)
+    if kind < 0.2:
+        return _for_sharded_gradients(rng)
+    return _anything(rng)
+
+
+def _anything(rng: random.Random) -> Instance:
+    """The larger its model and its cluster, the more is demanded."""
     options: dict[str, Any] = {"skips": rng.random() < 0.25, "tied": rng.random() < 0.3}
     if rng.random() < 0.5:
         num_layers = rng.choice([1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8])
@@ -278,4 +290,26 @@ def make_instance(seed: int) -> Instance:
     share = exp(rng.uniform(log(0.6), log(4.0))) / devices
     memory = 2**21 + int(whole_bytes(graph, request) * share)
     topology = make_topology(hosts, per_host, memory, speeds=speeds, rng=rng)
+    return Instance(graph=graph, topology=topology, request=request)
+
+
+def _for_interleaving(rng: random.Random) -> Instance:
+    """Few micro-batches on stages that can have equally many blocks, and fast links."""
+    pp = rng.choice([2, 2, 3, 4])
+    graph = make_blocks(rng, 1, 2 * pp, rng.choice([0, 0, 1]))
+    request = make_request(rng, pp=pp, micro_batch=1, dp_shard=1, dp_replicate=1, tp=1,
+                           global_batch=pp * rng.choice([1, 1, 2]))
+    memory = 2**21 + int(whole_bytes(graph, request) * rng.uniform(0.7, 5.0) / pp)
+    topology = make_topology(1, pp, memory)  # 100 GB/s
+    return Instance(graph=graph, topology=topology, request=request)
+
+
+def _for_sharded_gradients(rng: random.Random) -> Instance:
+    """Many layers whose gradients are large beside what is kept sharded."""
+    graph = make_blocks(rng, rng.choice([0, 1]), rng.choice([5, 6]), rng.choice([0, 1]))
+    request = make_request(rng, pp=1, dp_shard=4, dp_replicate=1, tp=1, micro_batch=1,
+                           global_batch=8, precision="bf16-mixed", optimizer="sgd",
+                           fused_optimizer=True)
+    memory = 2**21 + int(whole_bytes(graph, request) * rng.uniform(0.3, 0.8))
+    topology = make_topology(1, 4, memory)
     return Instance(graph=graph, topology=topology, request=request)

@@ -38,14 +38,10 @@ class Best:
 
 
 class BruteForce:
-    """The space of one Coster.
+    """The space of one Coster."""
 
-    ends_stay: take only the cuts that `planner/blocks.py` allows (see `_stays`).
-    """
-
-    def __init__(self, coster: Coster, *, ends_stay: bool = True) -> None:
+    def __init__(self, coster: Coster) -> None:
         self.coster, self.graph, self.request = coster, coster.graph, coster.request
-        self.ends_stay = ends_stay
         self.num_layers = len(self.graph.layers)
         tied: dict[int, list[tuple[int, str]]] = {}
         for group, tie in enumerate(self.graph.ties):
@@ -183,33 +179,14 @@ class BruteForce:
     # --- cuts
 
     def cuts(self, candidate: Candidate) -> Iterator[tuple[int, ...]]:
-        """The ends of all stages but the last."""
+        """The ends of all stages but the last; interleaved stages have equally many blocks."""
         p, v = candidate.mesh.pp, candidate.schedule.chunks
         if v > 1:
             assert self.blocks is not None
             first, count = self.blocks
             yield tuple(first + count // (p * v) * k for k in range(1, p * v))
             return
-        low, high = 1, self.num_layers - 1
-        if self.ends_stay and self._stays(candidate):
-            assert self.blocks is not None
-            low, high = max(low, self.blocks[0]), min(high, sum(self.blocks))
-        yield from combinations(range(low, high + 1), p - 1)
-
-    def _stays(self, candidate: Candidate) -> bool:
-        """Whether the layers before and after the blocks are held to the first and last stage.
-
-        So says `planner/blocks.py` where there is one run of blocks and all its cuts cost the same.
-        """
-        if self.blocks is None or candidate.mesh.pp == 1 or candidate.schedule.name == "gpipe":
-            return False
-        first, count = self.blocks
-        for sender in range(candidate.mesh.pp - 1):
-            costs = {self.cut(end, candidate, sender)
-                     for end in range(max(first, 1), min(first + count, self.num_layers - 1) + 1)}
-            if len(costs) > 1:
-                return False
-        return True
+        yield from combinations(range(1, self.num_layers), p - 1)
 
     def cut(self, end: int, candidate: Candidate, sender: int) -> CutCost:
         return self.coster.cut(self.crossings[end - 1], candidate, sender)

@@ -353,7 +353,7 @@ class Blocks:
         if not all(domains):
             return None
         tight = self._tightened(domains)
-        if tight is None:
+        if tight is None or not all(tight):
             return None
         domains = tight
         if all(len(d) == 1 for d in domains):

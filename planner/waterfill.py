@@ -184,7 +184,9 @@ class Waterfill:
         up."""
         if id(rank) in self._found:
             return self._found[id(rank)]
-        guess = max(0, min(self.count, int((limit_s - rank.fixed_s) / rank.fastest_s)))
+        guess, left_s = self.count, max(0.0, limit_s - rank.fixed_s)
+        if guess * rank.fastest_s > left_s:  # layers that take no time are not in the way
+            guess = int(left_s / rank.fastest_s)
         step = 1
         high = guess + 1
         while guess > 0 and rank.seconds(guess) > limit_s:

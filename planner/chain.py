@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profiler.layer_graph import NOTHING, Extent, LayerGraph
+from profiler.layer_graph import NOTHING, Edge, Extent, LayerGraph
 
 __all__ = ["Chain", "Crossing", "Run", "make_chain"]
 
@@ -104,11 +104,17 @@ def _crossings(graph: LayerGraph) -> list[Crossing]:
             alive[key] = None
         for key in ends.get(layer, ()):
             alive.pop(key, None)
-        edges = [edge_of[key] for key in alive]
+        edges = sorted((edge_of[key] for key in alive), key=_size_order)
         crossings.append(Crossing(
             forward=tuple((e.elements, e.bytes_per_element) for e in edges),
             backward=tuple((e.elements, e.bytes_per_element) for e in edges if e.has_gradient)))
     return crossings
+
+
+def _size_order(edge: Edge) -> tuple[object, ...]:
+    """By what is sent, so that crossings which cost the same are equal."""
+    return (edge.elements.fixed, edge.elements.per_sample, edge.bytes_per_element or 0,
+            edge.has_gradient)
 
 
 def _inputs(graph: LayerGraph) -> list[Extent]:

@@ -228,6 +228,7 @@ def space_size(coster: Coster, table: dict[str, np.ndarray]) -> int:
     Each candidate stands for every cut into stages and every choice of the layers.
     """
     orders = len(host_group_orders(coster))
+    request = coster.request
     splits: dict[tuple[int, bool, bool, bool], int] = {}
     names = ("tp", "pp", "dp", "micro_batch", "num_micro_batches")
     size = 0
@@ -236,7 +237,9 @@ def space_size(coster: Coster, table: dict[str, np.ndarray]) -> int:
         row = Row(*values)
         key = (row.dp, row.tp > 1, row.pp > 1, row.num_micro_batches > 1)
         if key not in splits:
-            splits[key] = sum(_orders(row, shard) for shard in divisors(row.dp))
+            splits[key] = sum(_orders(row, shard) for shard in divisors(row.dp)
+                              if request.dp_shard in (None, shard)
+                              and request.dp_replicate in (None, row.dp // shard))
         pair = (row.pp, row.num_micro_batches)
         if pair not in by_schedule:
             by_schedule[pair] = sum(1 for _ in schedules(coster, row))

@@ -173,8 +173,10 @@ class MeshBounds:
         total = float(self.counts @ seconds)
         slowest = max(total / p, float((np.ceil(self.counts / p) * seconds).max()))
         chunks = max([1, *self.coster.chain.chunks(p)]) if p > 1 else 1
-        tail = min(self._tail(context, row.tp, self.coster.overlaps(mesh))
-                   for context in contexts) / p
+        # With stages, gradients may have been reduced after each micro-batch.
+        hides = (self.coster.overlaps(mesh)
+                 or self.coster.capabilities.gradient_sync_per_micro_batch_with_pipeline)
+        tail = min(self._tail(context, row.tp, hides) for context in contexts) / p
         return ((m - 1 / chunks) * slowest + total / chunks + tail) * SLACK
 
     def _layer_seconds(self, row: Row, contexts: tuple[RankContext, ...]) -> Floats:
@@ -185,16 +187,16 @@ class MeshBounds:
                 axis=0)
         return self._seconds[key]
 
-    def _tail(self, context: RankContext, tp: int, overlaps: bool) -> float:
+    def _tail(self, context: RankContext, tp: int, hides: bool) -> float:
         """Once-a-step seconds of all layers together; a reduction that may hide is left out."""
-        key = (context, tp, overlaps)
+        key = (context, tp, hides)
         if key not in self._tails:
             total = 0.0
             for run, count in zip(self.coster.chain.runs, self.counts, strict=True):
                 costs = [self.coster.parameters(run, choice, tp, context, each_micro_batch=False)
                          for choice in (Choice(), Choice(tensor_parallel=False))]
                 total += float(count) * min(
-                    c.optimizer_s + c.norm_s + (0.0 if overlaps else c.reduce_s) for c in costs)
+                    c.optimizer_s + c.norm_s + (0.0 if hides else c.reduce_s) for c in costs)
             self._tails[key] = total
         return self._tails[key]
 

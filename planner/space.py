@@ -6,8 +6,8 @@ placements that no cost can tell apart one is kept); level 3 a mesh into candida
 chunks, and when gradients are reduced.
 
 Left out because another candidate is never slower and never needs more memory: GPipe where 1F1B is
-legal, gradients reduced after each micro-batch where there is one micro-batch or nothing is
-sharded.
+legal, gradients reduced after each micro-batch where there is one micro-batch (and one stage) or
+nothing is sharded.
 """
 
 from __future__ import annotations
@@ -212,14 +212,21 @@ def meshes(coster: Coster, row: Row) -> Iterator[Mesh]:
 def candidates(coster: Coster, row: Row, mesh: Mesh) -> Iterator[Candidate]:
     """The candidates of a row on a mesh: schedules, and when gradients are reduced."""
     syncs: list[Literal["last_micro_batch", "each_micro_batch"]] = ["last_micro_batch"]
-    allowed = row.pp == 1 or coster.capabilities.gradient_sync_per_micro_batch_with_pipeline
-    if mesh.dp_shard > 1 and row.num_micro_batches > 1 and allowed:
+    if _can_reduce_each(coster, row, mesh.dp_shard):
         syncs.append("each_micro_batch")
     for schedule in schedules(coster, row):
         for sync in syncs:
             yield Candidate(mesh=mesh, micro_batch=row.micro_batch,
                             num_micro_batches=row.num_micro_batches,
                             schedule=replace(schedule, gradient_sync=sync))
+
+
+def _can_reduce_each(coster: Coster, row: Row, shard: int) -> bool:
+    """Whether gradients can be reduced after each micro-batch, and that is of use: whole ones would
+    be held otherwise."""
+    if row.pp > 1:
+        return shard > 1 and coster.capabilities.gradient_sync_per_micro_batch_with_pipeline
+    return shard > 1 and row.num_micro_batches > 1
 
 
 def space_size(coster: Coster, table: dict[str, np.ndarray]) -> int:
@@ -237,7 +244,7 @@ def space_size(coster: Coster, table: dict[str, np.ndarray]) -> int:
         row = Row(*values)
         key = (row.dp, row.tp > 1, row.pp > 1, row.num_micro_batches > 1)
         if key not in splits:
-            splits[key] = sum(_orders(row, shard) for shard in divisors(row.dp)
+            splits[key] = sum(_orders(coster, row, shard) for shard in divisors(row.dp)
                               if request.dp_shard in (None, shard)
                               and request.dp_replicate in (None, row.dp // shard))
         pair = (row.pp, row.num_micro_batches)
@@ -247,11 +254,10 @@ def space_size(coster: Coster, table: dict[str, np.ndarray]) -> int:
     return size
 
 
-def _orders(row: Row, shard: int) -> int:
+def _orders(coster: Coster, row: Row, shard: int) -> int:
     """Orders of the axes times ways to synchronise gradients, for one split of dp."""
     active = sum(degree > 1 for degree in (row.pp, row.dp // shard, shard, row.tp))
-    syncs = 2 if shard > 1 and row.num_micro_batches > 1 and row.pp == 1 else 1
-    return factorial(active) * syncs
+    return factorial(active) * (2 if _can_reduce_each(coster, row, shard) else 1)
 
 
 def placements(coster: Coster, row: Row, replicate: int, shard: int) -> list[Mesh]:

@@ -141,9 +141,11 @@ class BruteForce:
                    if name != "vocabulary")
 
     def _schedules(self, pp: int, m: int, shard: int) -> Iterator[Schedule]:
-        syncs = ["last_micro_batch"] + ["each_micro_batch"] * (pp == 1 and shard > 1)
+        target = self.coster.capabilities
+        each = pp == 1 or target.gradient_sync_per_micro_batch_with_pipeline
+        syncs = ["last_micro_batch"] + ["each_micro_batch"] * (each and shard > 1)
         named = [("gpipe", 1)]
-        if m >= pp:
+        if m >= pp or target.min_micro_batches_1f1b == "one":
             named.append(("1f1b", 1))
         if pp > 1 and m % pp == 0 and self.blocks is not None:
             named += [("interleaved", v) for v in range(2, self.num_layers + 1)
@@ -164,15 +166,19 @@ class BruteForce:
     def choices(self, layer: int, candidate: Candidate) -> list[Choice]:
         """Every choice of one layer."""
         mesh, kind = candidate.mesh, self.graph.kind_of(layer)
-        tied = bool(self.layers[layer].tied)
+        tied, target = bool(self.layers[layer].tied), self.coster.capabilities
         recompute = [mode for mode in ("none", "selective", "full")
                      if self.request.recompute in (None, mode)]
         reshard = [False] if tied or mesh.dp_shard == 1 else [True, False]
+        if not target.reshard_per_layer:
+            reshard = reshard[:1]
         divided = [True]
         if mesh.tp > 1 and kind.tensor_parallel is not None:
             divided = [False]
             if self._divides(kind, mesh.tp):
-                divided = [True] if tied else [True, False]
+                divided = [True, False]
+            if tied or not target.tensor_parallel_per_layer:
+                divided = divided[:1]
         return [Choice(recompute=r, reshard=s, tensor_parallel=t)  # type: ignore[arg-type]
                 for r, s, t in product(recompute, reshard, divided)]
 

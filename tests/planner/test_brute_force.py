@@ -9,7 +9,9 @@ candidate is never worse.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -51,6 +53,22 @@ def test_search_equals_brute_force(chunk: int) -> None:
         if searched != best.step_s and not abs(searched - best.step_s) <= TOLERANCE * best.step_s:
             wrong[seed] = (searched, best)
     assert not wrong
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_search_equals_brute_force_for_other_targets(chunk: int) -> None:
+    """What a target can do changes the space and what hides behind what."""
+    for seed in range(30_150 + chunk * 20, 30_170 + chunk * 20):
+        coster, rng = coster_of(seed), random.Random(seed)
+        coster.capabilities = replace(
+            coster.capabilities, gradient_overlap_with_pipeline=rng.random() < 0.6,
+            gradient_sync_per_micro_batch_with_pipeline=rng.random() < 0.6,
+            min_micro_batches_1f1b=rng.choice(["one", "stages"]),
+            reshard_per_layer=rng.random() < 0.7, tensor_parallel_per_layer=rng.random() < 0.7)
+        found, legal = search(coster)
+        best = BruteForce(coster).best()
+        assert legal == (best.num_candidates > 0), seed
+        assert (found.step_s if found else inf) == pytest.approx(best.step_s, rel=TOLERANCE), seed
 
 
 @pytest.mark.parametrize("chunk", range(4))

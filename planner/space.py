@@ -8,6 +8,10 @@ chunks, and when gradients are reduced.
 Left out because another candidate is never slower and never needs more memory: GPipe where 1F1B is
 legal, gradients reduced after each micro-batch where there is one micro-batch (and one stage) or
 nothing is sharded.
+
+Not in the space: interleaved stages with unequally many blocks, tensor-parallel degrees that do not
+divide layers with half of the model's FLOPs, devices other than the first in an order of the host
+groups. Stages of the other schedules are cut anywhere, and every layer has every choice.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ included; t_r = seconds of all chunks of rank r.
     GPipe        (m - 1) (max_r f_r + max_r b_r) + sum_r t_r
     interleaved  (m - 1/v) max_r t_r + (sum_r t_r) / v        the bubble shrinks by v
 
-(Narayanan et al., SC21, section 2.2.) All three are exact for equal stages. The replay orders the
-operations of each rank as the schedule does, and lets each start when its rank is free and its
-input has come.
+(Narayanan et al., SC21, section 2.2.) All three are exact for equal stages, GPipe's for any; that
+of 1F1B is never too fast where backward takes as many times as long as forward on every stage, else
+it can be (by up to a fifth). The replay orders the operations of each rank as the schedule does,
+and lets each start when its rank is free and its input has come.
 """
 
 from __future__ import annotations

@@ -430,7 +430,10 @@ def test_interrupted_with_nothing(outcome: BaseException, command: Command,
 
 @pytest.mark.parametrize("after_s", [0.3, 2])
 def test_interrupt_keeps_the_best_so_far(after_s: float, tmp_path: Path) -> None:
-    """However far it is: a layout and status 0, or nothing and 130; never a traceback."""
+    """However far it is: a layout and status 0, or nothing and 130; never a traceback.
+
+    Before Python itself is up, the signal ends the process (a shell calls that 130 as well).
+    """
     arguments = ["gpt3-175b", "--topology", "dgx-a100-80g:8", "--global-batch", "64",
                  "--seq-len", "2048", "-o", "layout.json"]
     process = subprocess.Popen(
@@ -440,7 +443,7 @@ def test_interrupt_keeps_the_best_so_far(after_s: float, tmp_path: Path) -> None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err
-    assert process.returncode in (0, 130)
+    assert process.returncode in (0, 130, -signal.SIGINT)
     assert (tmp_path / "layout.json").exists() == (process.returncode == 0)
     assert out.startswith("gpt3-175b on ") == (process.returncode == 0)
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from executor.data_parallel import compute_dtype, shard_stage, stored_dtype
-from executor.layers import layer_modules
 from executor.legality import check_layout, check_model, stage_of_layers
 from executor.losses import Loss
 from executor.mesh import ParallelMesh, build_mesh
@@ -20,6 +19,7 @@ from executor.stage import StageModule, copy_with, drop_parameters
 from executor.tensor_parallel import TensorParallel
 from planner.layout import Layout
 from profiler.errors import InvalidInput, UnsupportedLayout
+from profiler.layer_calls import layer_modules
 from profiler.layer_graph import LayerGraph
 
 __all__ = ["parallelize"]

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 from executor.flow import Flow, TensorSpec
-from executor.layers import LayerCalls, layer_modules
 from executor.losses import Loss, prediction_of, whole
 from executor.placeholder import Placeholder, Source, placeholders_in
-from executor.recompute import recomputed
 from executor.tensor_parallel import TensorParallel
 from planner.layout import Choice
 from profiler.errors import InternalError
+from profiler.layer_calls import LayerCalls, layer_modules
+from profiler.recompute import recomputed
 
 __all__ = ["Cut", "StageModule", "copy_with", "drop_parameters", "pack_inputs", "unpack_inputs"]
 

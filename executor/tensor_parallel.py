@@ -12,7 +12,7 @@ glue code sees the whole sequence's shape. Inside a layer everything is local, b
     whole      gathered, computed alike by every rank, sharded again; its gradients are alike.
 
 How each parameter is divided is the LayerGraph's word (`Parameter.split`); which modules' code
-stands it, `families.FAMILIES`.
+stands it, `profiler.families.FAMILIES`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from executor.collectives import gather_sequence, reduce_scatter_sequence
-from executor.families import FAMILIES, NORMS
 from executor.fused import interleaved
 from executor.random_state import RandomStreams
 from planner.layout import Choice
 from profiler.errors import InternalError, UnsupportedLayout
+from profiler.families import FAMILIES, NORMS
 from profiler.layer_graph import LayerKind
 
 __all__ = ["TensorParallel"]

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from planner.capabilities import RecomputeMode
-
 __all__ = ["SAVED_OPS", "recomputed"]
+
+RecomputeMode = Literal["none", "selective", "full"]
 
 _aten = torch.ops.aten
 SAVED_OPS = [

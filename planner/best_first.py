@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.blocks import Blocks, block_forms, variants
 from planner.bounds import SLACK, CandidateBounds, MeshBounds, row_bounds
 from planner.costing import Candidate, Coster
@@ -100,15 +103,23 @@ class _Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """A candidate in the heap: bound of its slowest rank, and once filled the stages to try.
+class _Bounded:
+    """A candidate in the heap, with the bound of its slowest rank."""
+
+    candidate: Candidate
+    slowest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A candidate bounded with memory, and the stages to try.
 
     relaxed: the bound is that of the linear relaxation as well. limit: deterministic seconds.
     """
 
     problem: StageProblem
     slowest_s: float
-    cuts: list[list[int]] | None = None
+    cuts: list[list[int]]
     relaxed: bool = False
     limit: float = DETERMINISTIC_LIMIT
 
@@ -119,11 +130,13 @@ class _Search:
         self.coster = coster
         self.progress = progress
         self.deadline = deadline
-        self.bounds = CandidateBounds()
+        self.bounds = CandidateBounds(coster)
         self.mesh_bounds = MeshBounds(coster)
         self.outcome = Outcome()
         self.heap: list[tuple[float, int, int, object]] = []
         self.beaten: list[tuple[float, int, int, object]] = []  # cannot be the best
+        self.table: dict[str, NDArray[np.int64]] = {}
+        self.rows: list[tuple[float, int]] = []  # (bound, index), the least last
         self.ticket = count()
         self.best_s = inf
         self.last_report = 0.0
@@ -138,23 +151,30 @@ class _Search:
     def beat(self, bound_s: float, depth: int, content: object) -> None:
         heapq.heappush(self.beaten, (bound_s, -depth, next(self.ticket), content))
 
+    def feed(self, heap: list[tuple[float, int, int, object]]) -> None:
+        """Move the rows that come before all else in a heap into it."""
+        while self.rows and (not heap or self.rows[-1][0] < heap[0][0]):
+            bound, index = self.rows.pop()
+            row = Row(*(int(column[index]) for column in self.table.values()))
+            heapq.heappush(heap, (bound, 0, next(self.ticket), row))
+
     def run(self) -> Outcome:
-        table = rows(self.coster)
-        bounds = row_bounds(self.coster, table)
+        self.table = rows(self.coster)
+        bounds = row_bounds(self.coster, self.table)
         self.outcome.num_rows = len(bounds)
-        self.outcome.space_size = space_size(self.coster, table)
-        names = ("tp", "pp", "dp", "micro_batch", "num_micro_batches")
-        columns = [table[name].tolist() for name in names]
-        for index, bound in enumerate(bounds.tolist()):
-            if bound < inf:
-                self.push(bound, 0, Row(*(column[index] for column in columns)))
+        self.outcome.space_size = space_size(self.coster, self.table)
+        order = np.argsort(bounds, kind="stable")
+        order = order[:np.count_nonzero(bounds < inf)][::-1]  # the least last, to be popped
+        self.rows = list(zip(bounds[order].tolist(), order.tolist(), strict=True))
         try:
+            self.feed(self.heap)
             while self.heap and self.heap[0][0] < self.best_s * (1 - TOLERANCE):
                 if self.deadline is not None and time.monotonic() > self.deadline:
                     break
                 bound, _, _, content = heapq.heappop(self.heap)
                 self.step(bound, content)
                 self.report(bound)
+                self.feed(self.heap)
             else:
                 self.outcome.complete = True
         except KeyboardInterrupt:
@@ -174,6 +194,7 @@ class _Search:
         for node in self.heap:
             heapq.heappush(self.beaten, node)
         for _ in range(RUNNERS_UP_TRIED):
+            self.feed(self.beaten)
             known = {found.candidate.mesh for found in self.outcome.found}
             if not self.beaten or len(known) > RUNNERS_UP:
                 return
@@ -184,18 +205,15 @@ class _Search:
                     self.beat(bound, 1, _Placed(content, mesh))
             elif isinstance(content, _Placed):
                 for candidate in candidates(self.coster, content.row, content.mesh):
-                    problem = make_problem(self.coster, candidate)
-                    self.beat(self.bounds.bound(problem)[0], 2, _Open(problem, 0.0))
-            elif isinstance(content, _Open):
-                filled = Waterfill(content.problem)
-                _, layers = filled.fill(self.bounds.bound(content.problem)[1])
-                candidate = content.problem.candidate
-                if candidate.mesh not in known:
-                    segments = greedy(content.problem,
-                                      self.cuts(content.problem, filled, layers)[0])
-                    if segments is not None:
-                        self.keep(candidate, segments,
-                                  evaluate(self.coster, candidate, segments))
+                    least, slowest = self.bounds.bound(candidate)
+                    self.beat(least, 2, _Bounded(candidate, slowest))
+            elif isinstance(content, _Bounded) and content.candidate.mesh not in known:
+                problem = make_problem(self.coster, content.candidate)
+                filled = Waterfill(problem)
+                _, layers = filled.fill(content.slowest_s)
+                self.try_cuts(problem, self.cuts(problem, filled, layers)[:1])
+            elif isinstance(content, _Filled) and content.problem.candidate.mesh not in known:
+                self.try_cuts(content.problem, content.cuts[:1])
 
     def step(self, bound: float, content: object) -> None:
         if isinstance(content, Row):
@@ -205,17 +223,16 @@ class _Search:
         elif isinstance(content, _Placed):
             for candidate in candidates(self.coster, content.row, content.mesh):
                 self.outcome.num_candidates += 1
-                problem = make_problem(self.coster, candidate)
-                exact, slowest = self.bounds.bound(problem)
-                self.push(max(exact, bound), 2, _Open(problem, slowest))
-        elif isinstance(content, _Open) and content.cuts is None:
+                exact, slowest = self.bounds.bound(candidate)
+                self.push(max(exact, bound), 2, _Bounded(candidate, slowest))
+        elif isinstance(content, _Bounded):
             self.fill(bound, content)
-        elif isinstance(content, _Open):
+        elif isinstance(content, _Filled):
             self.solve(bound, content)
 
-    def fill(self, bound: float, node: _Open) -> None:
+    def fill(self, bound: float, node: _Bounded) -> None:
         """Bound a candidate with memory, by filling its ranks."""
-        problem = node.problem
+        problem = make_problem(self.coster, node.candidate)
         self.outcome.num_filled += 1
         filled = Waterfill(problem)
         slowest_s, layers = filled.fill(node.slowest_s)
@@ -224,9 +241,9 @@ class _Search:
         # Ranks of a better layout are each done within its step's share of a micro-batch.
         limit_s = self.best_s / problem.candidate.num_micro_batches
         total_s = filled.least_sum(limit_s) if limit_s < inf else 0.0
-        with_memory = self.bounds.step(problem, slowest_s * SLACK, total_s)
+        with_memory = self.bounds.step(node.candidate, slowest_s * SLACK, total_s)
         self.push(max(bound, with_memory), 3,
-                  _Open(problem, slowest_s * SLACK, self.cuts(problem, filled, layers)))
+                  _Filled(problem, slowest_s * SLACK, self.cuts(problem, filled, layers)))
 
     def cuts(self, problem: StageProblem, filled: Waterfill, layers: list[int]
              ) -> list[list[int]]:
@@ -240,13 +257,18 @@ class _Search:
         balanced = balanced_cut(weights, problem.num_stages)[1]
         return [balanced] if cut is None or cut == balanced else [cut, balanced]
 
-    def solve(self, bound: float, node: _Open) -> None:
+    def try_cuts(self, problem: StageProblem, cuts: list[list[int]]) -> None:
+        """Keep the quick layouts of these stages that fit."""
+        for cut in cuts:
+            segments = greedy(problem, cut)
+            if segments is not None:
+                candidate = problem.candidate
+                self.keep(candidate, segments, evaluate(self.coster, candidate, segments))
+
+    def solve(self, bound: float, node: _Filled) -> None:
         """Try the quick layouts of a candidate, then its program."""
         problem, candidate = node.problem, node.problem.candidate
-        for cuts in node.cuts or ():
-            segments = greedy(problem, cuts)
-            if segments is not None:
-                self.keep(candidate, segments, evaluate(self.coster, candidate, segments))
+        self.try_cuts(problem, node.cuts)
         if bound >= self.best_s * (1 - TOLERANCE):
             return  # as good as the bound: nothing left to solve
         parts = variants(problem)
@@ -263,7 +285,7 @@ class _Search:
                     step_s, segments = answer
                     self.keep(candidate, segments, self.lifted(candidate, segments, step_s))
 
-    def solve_program(self, bound: float, node: _Open) -> None:
+    def solve_program(self, bound: float, node: _Filled) -> None:
         """The general program: first its linear relaxation, which orders the heap, then whole."""
         from planner.formulation import relaxed_bound, solve
 
@@ -271,7 +293,7 @@ class _Search:
         if not node.relaxed:
             relaxed = relaxed_bound(problem, node.slowest_s) * (1 - TOLERANCE / 4)
             if relaxed < inf:
-                self.push(max(bound, relaxed), 4, _Open(problem, node.slowest_s, [], relaxed=True))
+                self.push(max(bound, relaxed), 4, _Filled(problem, node.slowest_s, [], relaxed=True))
             return
         self.outcome.num_solved += 1
         remaining = None if self.deadline is None else max(0.1, self.deadline - time.monotonic())
@@ -283,7 +305,7 @@ class _Search:
                       self.lifted(candidate, solution.segments, solution.objective_s))
         if solution.status in ("feasible", "unknown"):
             self.push(max(bound, solution.bound_s * (1 - TOLERANCE / 4)), 4,
-                      _Open(problem, node.slowest_s, [], relaxed=True, limit=2 * node.limit))
+                      _Filled(problem, node.slowest_s, [], relaxed=True, limit=2 * node.limit))
 
     def lifted(self, candidate: Candidate, segments: Segments, step_s: float) -> Evaluation:
         """The price of a program's answer, which must agree with the program."""

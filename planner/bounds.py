@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer import tensor_parallel_seconds
-from planner.cost.memory import layer_memory, local_parameters
 from planner.costing import Candidate, Coster, RankContext
 from planner.greedy import balanced_cut
 from planner.layout import Choice, Mesh, Schedule
-from planner.problem import StageProblem, choices_for, least_receive
+from planner.problem import choices_for, least_receive
 from planner.space import Row
 from planner.topology_groups import Span
 
@@ -73,24 +72,21 @@ def _least(coster: Coster, tp: int, micro_batch: int, span: Span) -> _Least:
                           schedule=Schedule())
     result = []
     for run in coster.chain.runs:
-        kind = coster.graph.kinds[run.kind]
-        tied = frozenset(name for _, name in run.tied)
         rows = []
         for choice in choices_for(coster, run, candidate):
             shard = coster.shard(micro_batch, tp, choice)
-            collectives = sum(tensor_parallel_seconds(kind, choice, shard, span, run.input))
+            collectives = sum(tensor_parallel_seconds(coster.graph.kinds[run.kind], choice, shard,
+                                                      span, run.input))
             compute = inf
             for group in range(len(coster.topology.hosts)):
                 times = coster.compute(run.kind, shard, (group,))
                 again = {"none": 0.0, "selective": times.recompute_selective_s,
                          "full": times.recompute_full_s}[choice.recompute]
                 compute = min(compute, times.forward_s + times.backward_s + again)
-            memory = layer_memory(kind, choice, shard, request=coster.request, dp_shard=1,
-                                  unsharded_gradients=False, inputs=run.input, without=tied)
-            rows.append((compute + collectives, memory.activation_bytes,
-                         *local_parameters(kind, shard.tp, tied)))
-        result.append(np.min(np.array(rows, dtype=float), axis=0))
-    return _Least(*np.array(result).T)
+            saved = coster.activations(run, choice, micro_batch, tp).saved_bytes
+            rows.append((compute + collectives, saved, *coster.local_parameters(run, shard.tp)))
+        result.append([min(column) for column in zip(*rows, strict=True)])
+    return _Least(*np.array(result, dtype=float).T)
 
 
 def row_bounds(coster: Coster, table: dict[str, NDArray[np.int64]]) -> Floats:
@@ -146,9 +142,8 @@ def _bound(coster: Coster, least: _Least, counts: Floats, tp: int, pp: Floats, d
 
 @dataclass(slots=True)
 class _Table:
-    """The least of each run under one set of options: arrays over runs, and the cuts' least."""
+    """The least of each run over its choices: arrays over runs; of the window, the most."""
 
-    counts: Floats
     seconds: Floats
     once: Floats
     reduce: Floats
@@ -202,67 +197,73 @@ class MeshBounds:
 
 
 class CandidateBounds:
-    """Bounds of candidates from their exact costs, memory left out."""
+    """Bounds of candidates from the exact seconds of their layers, memory left out."""
 
-    def __init__(self) -> None:
-        self._tables: dict[int, _Table] = {}
+    def __init__(self, coster: Coster) -> None:
+        self.coster = coster
+        self.counts = np.array([run.count for run in coster.chain.runs], dtype=float)
+        self._tables: dict[object, _Table] = {}
         self._bottlenecks: dict[tuple[tuple[float, ...], int], float] = {}
 
-    def _table(self, problem: StageProblem) -> _Table:
-        key = id(problem.options)  # kept alive by the coster's cache
+    def _table(self, candidate: Candidate) -> _Table:
+        """Kept parameters are never slower than resharded ones, so only those are looked at."""
+        coster, mesh = self.coster, candidate.mesh
+        contexts, _ = coster.contexts(mesh)
+        times = candidate.num_micro_batches if mesh.dp_shard > 1 else 1
+        key = (contexts, mesh.tp, candidate.micro_batch, times, candidate.each_micro_batch)
         if key not in self._tables:
             columns = []
-            for options in problem.options:
-                costs = [cost for option in options for cost in option.costs]
-                columns.append((
-                    min(c.forward_s + c.backward_s for c in costs),
-                    min(c.parameters.optimizer_s + c.parameters.norm_s for c in costs),
-                    min(c.parameters.reduce_s for c in costs),
-                    max(c.window_s for c in costs)))
-            seconds, once, reduce, window = np.array(columns).T
+            for run in coster.chain.runs:
+                choices = choices_for(coster, run, candidate)
+                kept = [choice for choice in choices if not choice.reshard] or choices
+                seconds, once, reduce, window = [], [], [], []
+                for choice in kept:
+                    for context in contexts:
+                        cost, parameters = coster.seconds(run, choice, candidate, context)
+                        seconds.append(cost.total_s)
+                        window.append(cost.window_s)
+                        once.append(parameters.optimizer_s + parameters.norm_s)
+                        reduce.append(parameters.reduce_s)
+                columns.append((min(seconds), min(once), min(reduce), max(window)))
             self._tables[key] = _Table(
-                counts=np.array([run.count for run in problem.runs], dtype=float),
-                seconds=seconds, once=once, reduce=reduce, window=window,
-                slowdown=min(c.group.overlap_slowdown for c in problem.contexts))
+                *np.array(columns).T, slowdown=min(c.group.overlap_slowdown for c in contexts))
         return self._tables[key]
 
-    def _least_bottleneck(self, problem: StageProblem, table: _Table, p: int) -> float:
+    def _least_bottleneck(self, table: _Table, p: int) -> float:
         key = (tuple(table.seconds.tolist()), p)
         if key not in self._bottlenecks:
-            weights = np.repeat(table.seconds, [run.count for run in problem.runs])
+            weights = np.repeat(table.seconds, [run.count for run in self.coster.chain.runs])
             self._bottlenecks[key] = balanced_cut(weights.tolist(), p)[0]
         return self._bottlenecks[key]
 
-    def bound(self, problem: StageProblem) -> tuple[float, float]:
+    def bound(self, candidate: Candidate) -> tuple[float, float]:
         """(bound of the step, bound of the slowest rank's seconds) of a candidate."""
-        p, v = problem.candidate.mesh.pp, problem.candidate.schedule.chunks
-        table = self._table(problem)
-        slowest = max(float(table.counts @ table.seconds) / p,
-                      float((np.ceil(table.counts / p) * table.seconds).max()))
+        p, v = candidate.mesh.pp, candidate.schedule.chunks
+        table = self._table(candidate)
+        slowest = max(float(self.counts @ table.seconds) / p,
+                      float((np.ceil(self.counts / p) * table.seconds).max()))
         if v == 1 and p > 1:
-            slowest = max(slowest, self._least_bottleneck(problem, table, p))
+            slowest = max(slowest, self._least_bottleneck(table, p))
         if p > 1:
-            ahead, back = least_receive(problem)
+            ahead, back = least_receive(self.coster, candidate)
             # Each rank has v pieces; the first receives no activations once, the last no gradients.
             slowest += (v - 1) * (ahead + back) + min(ahead, back)
-        return self.step(problem, slowest, 0.0), slowest * SLACK
+        return self.step(candidate, slowest, 0.0), slowest * SLACK
 
-    def step(self, problem: StageProblem, slowest_s: float, total_s: float) -> float:
+    def step(self, candidate: Candidate, slowest_s: float, total_s: float) -> float:
         """Bound of the step from bounds of the slowest rank and of the sum over ranks."""
-        candidate = problem.candidate
         p, v, m = candidate.mesh.pp, candidate.schedule.chunks, candidate.num_micro_batches
-        table = self._table(problem)
-        counts = table.counts
+        table, counts = self._table(candidate), self.counts
         total = float(counts @ table.seconds)
         if p > 1:
-            total += (p * v - 1) * sum(least_receive(problem))
+            total += (p * v - 1) * sum(least_receive(self.coster, candidate))
         once, reduce = float(counts @ table.once), float(counts @ table.reduce)
-        if not problem.overlaps:
+        if not self.coster.overlaps(candidate.mesh):
             tail = (once + reduce) / p
         elif p > 1:
             tail = (once + (table.slowdown - 1.0) * reduce) / p
         else:
             hidden = (2.0 - table.slowdown) * float(counts @ table.window)
             tail = once + max((table.slowdown - 1.0) * reduce, reduce - hidden)
-        step = ((m - 1 / v) * slowest_s + max(total, total_s) / v + tail + problem.rest_s)
-        return step * SLACK
+        rest = self.coster.norm_latency_s(candidate.mesh)
+        return ((m - 1 / v) * slowest_s + max(total, total_s) / v + tail + rest) * SLACK

@@ -12,7 +12,7 @@ size that it can have is tried with the options that keep within it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 
@@ -45,6 +45,16 @@ class _Item:
     seconds: Floats
     bytes: Floats
     indices: list[int]
+    hulls: dict[int, tuple[tuple[float, float], list[tuple[float, float]]]] = field(
+        default_factory=dict)
+
+    def hull(self, moment: int) -> tuple[tuple[float, float], list[tuple[float, float]]]:
+        """(seconds and bytes of the fastest option, price and bytes of each saving after it)."""
+        if moment not in self.hulls:
+            hull = convex_hull(list(zip(self.seconds.tolist(), self.bytes[:, moment].tolist(),
+                                        strict=True)))
+            self.hulls[moment] = hull[0], [(price(a, b), a[1] - b[1]) for a, b in pairwise(hull)]
+        return self.hulls[moment]
 
 
 def convex_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -117,12 +127,10 @@ class _Rest:
         self.seconds = self.bytes = 0.0
         steps: list[tuple[float, float]] = []
         for count, item in items:
-            hull = convex_hull(list(zip(item.seconds.tolist(), item.bytes[:, moment].tolist(),
-                                        strict=True)))
-            self.seconds += count * hull[0][0]
-            self.bytes += count * hull[0][1]
-            steps += [(price(a, b), count * (a[1] - b[1]))
-                      for a, b in pairwise(hull)]
+            first, prices = item.hull(moment)
+            self.seconds += count * first[0]
+            self.bytes += count * first[1]
+            steps += [(p, count * saved) for p, saved in prices]
         steps.sort()
         self.saved = np.cumsum([0.0, *(s for _, s in steps)])
         self.paid = np.cumsum([0.0, *(p * s for p, s in steps)])

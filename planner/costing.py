@@ -8,9 +8,9 @@ layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +21,22 @@ from planner.cost.compute import ComputeTimes, Shard, layer_compute, split_degre
 from planner.cost.layer import (
     Group,
     LayerCost,
+    LayerSeconds,
     ParameterCost,
     layer_cost,
     layer_parameters,
+    layer_seconds,
     parameter_cost,
     tensor_parallel_seconds,
 )
-from planner.cost.memory import BLOCK_BYTES, layer_memory, local_parameters
+from planner.cost.memory import (
+    BLOCK_BYTES,
+    ActivationMemory,
+    LayerMemory,
+    activation_memory,
+    local_parameters,
+    total_memory,
+)
 from planner.layout import Axis, Choice, Mesh, Schedule
 from planner.request import Request
 from planner.topology import Topology
@@ -35,8 +44,6 @@ from planner.topology_groups import Placement, Span, Stage
 from profiler.layer_graph import LayerGraph
 
 __all__ = ["Candidate", "Coster", "CutCost", "RankContext", "TieCost"]
-
-T = TypeVar("T")
 
 _SPANNED: tuple[Axis, ...] = ("tp", "dp_shard", "dp_replicate")
 
@@ -114,12 +121,18 @@ class Coster:
         self._placements: dict[tuple[tuple[int, ...], int], Placement] = {}
         self._compute: dict[tuple[str, Shard, int], ComputeTimes] = {}
         self._layers: dict[object, LayerCost] = {}
-        self.option_cache: dict[object, Any] = {}  # of planner/problem.py
+        self.option_cache: dict[object, Any] = {}  # of planner/problem.py, as the next
+        self.receive_cache: dict[object, tuple[float, float]] = {}
         self.mesh_cache: dict[tuple[int, int, int, int], list[Mesh]] = {}  # of planner/space.py
         self._interned: dict[object, RankContext] = {}
-        self._parts: dict[object, Any] = {}
+        self._work: dict[object, tuple[ComputeTimes, tuple[float, float, float]]] = {}
+        self._parameters: dict[object, ParameterCost] = {}
+        self._memory: dict[object, LayerMemory] = {}
+        self._activations: dict[object, ActivationMemory] = {}
+        self._local_parameters: dict[tuple[int, int], tuple[int, int]] = {}
         self._spans: dict[Span, Span] = {}
         self._cuts: dict[object, CutCost] = {}
+        self._norms: dict[Mesh, float] = {}
         self._contexts: dict[object, tuple[tuple[RankContext, ...], tuple[int, ...]]] = {}
 
     # --- where the ranks lie
@@ -227,37 +240,75 @@ class Coster:
     def _layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
                ) -> LayerCost:
         """Each part depends on less than the whole, and is remembered by what it depends on."""
-        kind, mesh, group = self.graph.kinds[run.kind], candidate.mesh, context.group
-        shard = self.shard(candidate.micro_batch, mesh.tp, choice)
-        without = frozenset(name for _, name in run.tied)
-        each, whole = candidate.each_micro_batch, candidate.unsharded_gradients
+        compute, collectives, parameters = self._parts_of(run, choice, candidate, context)
+        return layer_cost(choice, compute, collectives, parameters,
+                          self.memory(run, choice, candidate), context.group,
+                          num_micro_batches=candidate.num_micro_batches)
+
+    def seconds(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
+                ) -> tuple[LayerSeconds, ParameterCost]:
+        """The seconds of one layer of a run, without its memory."""
+        compute, collectives, parameters = self._parts_of(run, choice, candidate, context)
+        return layer_seconds(choice, compute, collectives, parameters, context.group,
+                             num_micro_batches=candidate.num_micro_batches), parameters
+
+    def _parts_of(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
+                  ) -> tuple[ComputeTimes, tuple[float, float, float], ParameterCost]:
+        mesh = candidate.mesh
         # Short keys: a run by its first layer, a shard by what makes it, a span by its identity
         # (equal ones are one object): hashing the records would cost more than the parts do.
-        layer = (run.first, choice, candidate.micro_batch, mesh.tp)
-        return layer_cost(
-            choice, self.compute(run.kind, shard, context.device_groups),
-            self._part(("collectives", layer, id(group.tp)),
-                       lambda: tensor_parallel_seconds(kind, choice, shard, group.tp, run.input)),
-            self.parameters(run, choice, mesh.tp, context, each_micro_batch=each),
-            self._part(("memory", layer, mesh.dp_shard, whole),
-                       lambda: layer_memory(kind, choice, shard, request=self.request,
-                                            dp_shard=mesh.dp_shard, unsharded_gradients=whole,
-                                            inputs=run.input, without=without)),
-            group, num_micro_batches=candidate.num_micro_batches)
+        key = (run.first, choice.recompute, choice.tensor_parallel, candidate.micro_batch, mesh.tp,
+               id(context.group.tp), context.device_groups)
+        work = self._work.get(key)
+        if work is None:
+            shard = self.shard(candidate.micro_batch, mesh.tp, choice)
+            work = self._work[key] = (
+                self.compute(run.kind, shard, context.device_groups),
+                tensor_parallel_seconds(self.graph.kinds[run.kind], choice, shard,
+                                        context.group.tp, run.input))
+        return *work, self.parameters(run, choice, mesh.tp, context,
+                                      each_micro_batch=candidate.each_micro_batch)
+
+    def memory(self, run: Run, choice: Choice, candidate: Candidate) -> LayerMemory:
+        """The bytes of one layer of a run."""
+        mesh, whole = candidate.mesh, candidate.unsharded_gradients
+        key = (run.first, choice, candidate.micro_batch, mesh.tp, mesh.dp_shard, whole)
+        memory = self._memory.get(key)
+        if memory is None:
+            memory = self._memory[key] = total_memory(
+                self.activations(run, choice, candidate.micro_batch, mesh.tp),
+                self.local_parameters(run, mesh.tp if choice.tensor_parallel else 1),
+                self.graph.kinds[run.kind].buffer_bytes, choice, request=self.request,
+                dp_shard=mesh.dp_shard, unsharded_gradients=whole)
+        return memory
+
+    def activations(self, run: Run, choice: Choice, micro_batch: int, tp: int) -> ActivationMemory:
+        """What one layer of a run keeps and works with for a micro-batch."""
+        key = (run.first, choice.recompute, choice.tensor_parallel, micro_batch, tp)
+        found = self._activations.get(key)
+        if found is None:
+            found = self._activations[key] = activation_memory(
+                self.graph.kinds[run.kind], choice.recompute,
+                self.shard(micro_batch, tp, choice), run.input)
+        return found
+
+    def local_parameters(self, run: Run, tp: int) -> tuple[int, int]:
+        """(trainable, frozen) parameters of one layer of a run on one rank, tied ones left out."""
+        if (run.first, tp) not in self._local_parameters:
+            self._local_parameters[run.first, tp] = local_parameters(
+                self.graph.kinds[run.kind], tp, frozenset(name for _, name in run.tied))
+        return self._local_parameters[run.first, tp]
 
     def parameters(self, run: Run, choice: Choice, tp: int, context: RankContext, *,
                    each_micro_batch: bool) -> ParameterCost:
         """Once-a-step costs of the parameters of one layer of a run."""
-        key = ("parameters", run.first, choice.tensor_parallel, tp, context, each_micro_batch)
-        return self._part(key, lambda: layer_parameters(
-            self.graph.kinds[run.kind], self.shard(1, tp, choice), context.group, self.request,
-            without=frozenset(name for _, name in run.tied), each_micro_batch=each_micro_batch))
-
-    def _part(self, key: object, make: Callable[[], T]) -> T:
-        if key not in self._parts:
-            self._parts[key] = make()
-        part: T = self._parts[key]
-        return part
+        key = (run.first, choice.tensor_parallel, tp, id(context), each_micro_batch)
+        cost = self._parameters.get(key)
+        if cost is None:
+            cost = self._parameters[key] = layer_parameters(
+                self.graph.kinds[run.kind], self.shard(1, tp, choice), context.group, self.request,
+                without=frozenset(name for _, name in run.tied), each_micro_batch=each_micro_batch)
+        return cost
 
     # --- cuts, ties, the end of the step
 
@@ -318,12 +369,15 @@ class Coster:
 
     def norm_latency_s(self, mesh: Mesh) -> float:
         """The all-reduce of the gradient norm, one number, over every axis in turn."""
+        if mesh in self._norms:
+            return self._norms[mesh]
         classes, _ = self.contexts(mesh)
         latency = max(sum(all_reduce_seconds(4, getattr(c.group, name))
                           for name in ("tp", "shard", "replicate")) for c in classes)
         if mesh.pp > 1:
             stride = mesh.stride("pp")
             latency += all_reduce_seconds(4, self.placement(mesh).span(mesh.pp, stride))
+        self._norms[mesh] = latency
         return latency
 
     def edge_signature(self, mesh: Mesh) -> object:

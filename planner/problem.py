@@ -48,6 +48,7 @@ class StageProblem:
     options[r]: of run r. rank_class[i], capacity_bytes[i]: of pipeline rank i (capacity after
     context and communicators). inside[i][r], after[i][r]: cuts sent by rank i. ties[g]: (runs that
     hold it, cost per class, seconds of one reduction between ranks). rest_s: constant seconds.
+    least_receive_s: of any cut, forward and backward.
     """
 
     candidate: Candidate
@@ -61,6 +62,7 @@ class StageProblem:
     ties: tuple[tuple[tuple[int, ...], tuple[TieCost, ...], float], ...]
     overlaps: bool
     rest_s: float
+    least_receive_s: tuple[float, float]
 
     @property
     def num_layers(self) -> int:
@@ -219,7 +221,8 @@ def make_problem(coster: Coster, candidate: Candidate) -> StageProblem:
         rank_class=rank_class, inside=inside, after=after, ties=ties,
         capacity_bytes=tuple(contexts[c].capacity_bytes - contexts[c].overhead_bytes
                              for c in rank_class),
-        overlaps=overlaps, rest_s=coster.norm_latency_s(mesh))
+        overlaps=overlaps, rest_s=coster.norm_latency_s(mesh),
+        least_receive_s=least_receive(coster, candidate) if mesh.pp > 1 else (0.0, 0.0))
 
 
 def _options(coster: Coster, candidate: Candidate, contexts: tuple[RankContext, ...],
@@ -263,11 +266,16 @@ def _cuts(coster: Coster, candidate: Candidate) -> tuple[Cuts, Cuts]:
     return tables[0], tables[1]
 
 
-def least_receive(problem: StageProblem) -> tuple[float, float]:
+def least_receive(coster: Coster, candidate: Candidate) -> tuple[float, float]:
     """Least seconds that any cut costs forward and backward."""
-    last = problem.candidate.mesh.pp - (problem.candidate.schedule.chunks == 1)
-    cuts = [cost for rows in (problem.inside, problem.after)
-            for row in {id(row): row for row in rows[:last]}.values()
-            for run, cost in zip(problem.runs, row, strict=True)
-            if (run.inside if rows is problem.inside else run.after) is not None]
-    return min(c.forward_s for c in cuts), min(c.backward_s for c in cuts)
+    key = (candidate.mesh, candidate.micro_batch, candidate.schedule.chunks > 1)
+    if key not in coster.receive_cache:
+        tables = _cuts(coster, candidate)
+        last = candidate.mesh.pp - (candidate.schedule.chunks == 1)
+        cuts = [cost for name, rows in zip(("inside", "after"), tables, strict=True)
+                for row in {id(row): row for row in rows[:last]}.values()
+                for run, cost in zip(coster.chain.runs, row, strict=True)
+                if getattr(run, name) is not None]
+        coster.receive_cache[key] = (min(c.forward_s for c in cuts),
+                                     min(c.backward_s for c in cuts))
+    return coster.receive_cache[key]

@@ -238,24 +238,24 @@ def space_size(coster: Coster, table: dict[str, np.ndarray]) -> int:
 
     Each candidate stands for every cut into stages and every choice of the layers.
     """
-    orders = len(host_group_orders(coster))
     request = coster.request
-    splits: dict[tuple[int, bool, bool, bool], int] = {}
-    names = ("tp", "pp", "dp", "micro_batch", "num_micro_batches")
-    size = 0
+    parts = np.stack([table["dp"], table["pp"], np.minimum(table["tp"], 2),
+                      table["num_micro_batches"]])
+    unique, counts = np.unique(parts, axis=1, return_counts=True)
+    splits: dict[tuple[int, int, bool, bool], int] = {}
     by_schedule: dict[tuple[int, int], int] = {}
-    for values in zip(*(table[name].tolist() for name in names), strict=True):
-        row = Row(*values)
-        key = (row.dp, row.tp > 1, row.pp > 1, row.num_micro_batches > 1)
+    size = 0
+    for (dp, pp, tp, m), number in zip(unique.T.tolist(), counts.tolist(), strict=True):
+        row = Row(tp, pp, dp, 1, m)
+        key = (dp, tp, pp > 1, m > 1)
         if key not in splits:
-            splits[key] = sum(_orders(coster, row, shard) for shard in divisors(row.dp)
+            splits[key] = sum(_orders(coster, row, shard) for shard in divisors(dp)
                               if request.dp_shard in (None, shard)
-                              and request.dp_replicate in (None, row.dp // shard))
-        pair = (row.pp, row.num_micro_batches)
-        if pair not in by_schedule:
-            by_schedule[pair] = sum(1 for _ in schedules(coster, row))
-        size += splits[key] * by_schedule[pair] * orders
-    return size
+                              and request.dp_replicate in (None, dp // shard))
+        if (pp, m) not in by_schedule:
+            by_schedule[pp, m] = sum(1 for _ in schedules(coster, row))
+        size += number * splits[key] * by_schedule[pp, m]
+    return size * len(host_group_orders(coster))
 
 
 def _orders(coster: Coster, row: Row, shard: int) -> int:

@@ -23,7 +23,7 @@ from itertools import pairwise
 from math import inf
 
 from planner.choices import convex_hull
-from planner.problem import StageProblem, least_receive
+from planner.problem import StageProblem
 
 __all__ = ["Waterfill"]
 
@@ -135,7 +135,7 @@ class Waterfill:
             if any(r in holders for r in forced):
                 room -= tie_costs[cls].static_bytes
         if p > 1:
-            ahead, back = least_receive(problem)
+            ahead, back = problem.least_receive_s
             fixed += (v - (i == 0)) * ahead + (v - (i == p - 1)) * back
         return _Rank(room - working, fixed, [self._hull(cls, w) for w in weights], per_chunk)
 

@@ -29,8 +29,8 @@ from planner.request import Request
 from planner.topology_groups import Span
 from profiler.layer_graph import Extent, LayerKind
 
-__all__ = ["Group", "LayerCost", "ParameterCost", "layer_cost", "layer_parameters",
-           "overlap_extra_s", "parameter_cost", "tensor_parallel_seconds"]
+__all__ = ["Group", "LayerCost", "LayerSeconds", "ParameterCost", "layer_cost", "layer_parameters",
+           "layer_seconds", "overlap_extra_s", "parameter_cost", "tensor_parallel_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,14 +146,36 @@ def layer_parameters(kind: LayerKind, shard: Shard, group: Group, request: Reque
                           each_micro_batch=each_micro_batch)
 
 
-def layer_cost(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
-               parameters: ParameterCost, memory: LayerMemory, group: Group, *,
-               num_micro_batches: int) -> LayerCost:
-    """Put the parts of one layer's cost together.
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """The seconds of a `LayerCost`, under the same names."""
+
+    forward_compute_s: float
+    backward_compute_s: float
+    recompute_s: float
+    tensor_parallel_forward_s: float
+    tensor_parallel_backward_s: float
+    gather_forward_s: float
+    gather_backward_s: float
+    reduction_backward_s: float
+    window_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward of one micro-batch."""
+        return (self.forward_compute_s + self.tensor_parallel_forward_s + self.gather_forward_s
+                + self.backward_compute_s + self.recompute_s + self.tensor_parallel_backward_s
+                + self.gather_backward_s + self.reduction_backward_s)
+
+
+def layer_seconds(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
+                  parameters: ParameterCost, group: Group, *, num_micro_batches: int
+                  ) -> LayerSeconds:
+    """Put the seconds of one layer together.
 
     Args:
         compute: of this rank's share. collectives: of `tensor_parallel_seconds`.
-        parameters: of `layer_parameters`. memory: of `layer_memory`.
+        parameters: of `layer_parameters`.
     """
     forward_tp, backward_tp, recompute_tp = collectives
     recompute = {"none": 0.0, "selective": compute.recompute_selective_s,
@@ -165,16 +187,29 @@ def layer_cost(choice: Choice, compute: ComputeTimes, collectives: tuple[float, 
     backward_extra = overlap_extra_s(backward_work, beside, slowdown)
     reduce_share = parameters.reduce_each_s / beside if beside else 0.0
     forward_extra = overlap_extra_s(compute.forward_s + forward_tp, gather, slowdown)
+    return LayerSeconds(
+        compute.forward_s, compute.backward_s, recompute, forward_tp, backward_tp,
+        forward_extra / (1 if resharded else num_micro_batches),
+        backward_extra * (1 - reduce_share), backward_extra * reduce_share,
+        max(0.0, backward_work - beside))
+
+
+def layer_cost(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
+               parameters: ParameterCost, memory: LayerMemory, group: Group, *,
+               num_micro_batches: int) -> LayerCost:
+    """Put the parts of one layer's cost together; as `layer_seconds`, with `layer_memory`."""
+    seconds = layer_seconds(choice, compute, collectives, parameters, group,
+                            num_micro_batches=num_micro_batches)
     return LayerCost(
-        forward_compute_s=compute.forward_s,
-        backward_compute_s=compute.backward_s,
-        recompute_s=recompute,
-        tensor_parallel_forward_s=forward_tp,
-        tensor_parallel_backward_s=backward_tp,
-        gather_forward_s=forward_extra / (1 if resharded else num_micro_batches),
-        gather_backward_s=backward_extra * (1 - reduce_share),
-        reduction_backward_s=backward_extra * reduce_share,
-        window_s=max(0.0, backward_work - beside),
+        forward_compute_s=seconds.forward_compute_s,
+        backward_compute_s=seconds.backward_compute_s,
+        recompute_s=seconds.recompute_s,
+        tensor_parallel_forward_s=seconds.tensor_parallel_forward_s,
+        tensor_parallel_backward_s=seconds.tensor_parallel_backward_s,
+        gather_forward_s=seconds.gather_forward_s,
+        gather_backward_s=seconds.gather_backward_s,
+        reduction_backward_s=seconds.reduction_backward_s,
+        window_s=seconds.window_s,
         parameters=parameters,
         memory=memory)
 

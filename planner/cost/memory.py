@@ -21,12 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from planner.capabilities import RecomputeMode
 from planner.cost.compute import Shard, split_degree
 from planner.layout import Choice
 from planner.request import Request
 from profiler.layer_graph import NOTHING, Extent, LayerKind, TensorGroup
 
-__all__ = ["BLOCK_BYTES", "LayerMemory", "layer_memory", "local_parameters"]
+__all__ = ["BLOCK_BYTES", "ActivationMemory", "LayerMemory", "activation_memory", "layer_memory",
+           "local_parameters", "total_memory"]
 
 BLOCK_BYTES = 512
 
@@ -90,6 +92,36 @@ def _group_bytes(groups: Iterable[TensorGroup], shard: Shard) -> int:
     return total
 
 
+@dataclass(frozen=True, slots=True)
+class ActivationMemory:
+    """Bytes of one layer that the micro-batch makes: kept from forward to backward, and needed
+    while it is at work."""
+
+    saved_bytes: int
+    working_set_bytes: int
+
+
+def activation_memory(kind: LayerKind, recompute: RecomputeMode, shard: Shard, inputs: Extent
+                      ) -> ActivationMemory:
+    """What a layer keeps and works with under one way to recompute; `inputs` as `layer_memory`."""
+    everything = _group_bytes(kind.saved, shard)
+    if recompute == "none":
+        saved_bytes, dropped_bytes = everything, 0
+    else:
+        kept = extra = 0
+        if recompute == "selective":
+            kept = _group_bytes([g for g in kind.saved
+                                 if g.kept_by_selective and not g.is_input], shard)
+            extra = _group_bytes(kind.kept_only_by_selective, shard)
+        entering = TensorGroup(name="input", elements=inputs, split="sequence")
+        entered = max(_group_bytes([entering], shard),
+                      _group_bytes([g for g in kind.saved if g.is_input], shard))
+        saved_bytes, dropped_bytes = kept + extra + entered, everything - kept
+    return ActivationMemory(saved_bytes, max(
+        _group_bytes(kind.forward_working_set, shard),
+        _group_bytes(kind.backward_working_set, shard) + dropped_bytes))
+
+
 def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Request,
                  dp_shard: int, unsharded_gradients: bool, inputs: Extent = NOTHING,
                  without: frozenset[str] = frozenset()) -> LayerMemory:
@@ -101,26 +133,22 @@ def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Requ
         inputs: elements of the layer's input, which a checkpoint keeps if autograd does not.
         without: parameters charged elsewhere (tied ones that another layer holds).
     """
+    return total_memory(
+        activation_memory(kind, choice.recompute, shard, inputs),
+        local_parameters(kind, shard.tp, without), kind.buffer_bytes, choice, request=request,
+        dp_shard=dp_shard, unsharded_gradients=unsharded_gradients)
+
+
+def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buffer_bytes: int,
+                 choice: Choice, *, request: Request, dp_shard: int, unsharded_gradients: bool
+                 ) -> LayerMemory:
+    """As `layer_memory`, from its parts; `parameters`: (trainable, frozen) of this rank."""
     size = request.bytes
-    trainable, frozen = local_parameters(kind, shard.tp, without)
+    trainable, frozen = parameters
     gathered = (trainable + frozen) * size.compute_bytes
     has_copy = dp_shard > 1 or (size.has_compute_copy and trainable > 0)
     resharded = has_copy and choice.reshard and dp_shard > 1
-    everything = _group_bytes(kind.saved, shard)
-    if choice.recompute == "none":
-        saved_bytes, dropped_bytes = everything, 0
-    else:
-        kept = extra = 0
-        if choice.recompute == "selective":
-            kept = _group_bytes([g for g in kind.saved
-                                 if g.kept_by_selective and not g.is_input], shard)
-            extra = _group_bytes(kind.kept_only_by_selective, shard)
-        entering = TensorGroup(name="input", elements=inputs, split="sequence")
-        entered = max(_group_bytes([entering], shard),
-                      _group_bytes([g for g in kind.saved if g.is_input], shard))
-        saved_bytes, dropped_bytes = kept + extra + entered, everything - kept
-    working = max(_group_bytes(kind.forward_working_set, shard),
-                  _group_bytes(kind.backward_working_set, shard) + dropped_bytes)
+    working = activations.working_set_bytes
     if resharded:
         working += 2 * gathered  # this unit's parameters and the prefetched next ones
     if dp_shard > 1 and not unsharded_gradients:
@@ -138,8 +166,8 @@ def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Requ
         gradient_bytes=_blocks(gradient),
         optimizer_state_bytes=_blocks(trainable * request.num_moments * size.state_bytes
                                       / dp_shard),
-        buffer_bytes=_blocks(kind.buffer_bytes),
-        activation_bytes=_blocks(saved_bytes),
+        buffer_bytes=_blocks(buffer_bytes),
+        activation_bytes=_blocks(activations.saved_bytes),
         working_set_bytes=_blocks(working),
         optimizer_temporary_bytes=_blocks(temporary),
     )

@@ -36,7 +36,7 @@ def test_no_bound_is_above_the_least_step(chunk: int) -> None:
             table = rows(coster)
         except InvalidInput:
             continue
-        space, mesh_bounds, bounds = BruteForce(coster), MeshBounds(coster), CandidateBounds()
+        space, mesh_bounds, bounds = BruteForce(coster), MeshBounds(coster), CandidateBounds(coster)
         columns = [table[name].tolist() for name in NAMES]
         drawn = random.Random(seed)
         everything = [
@@ -48,7 +48,7 @@ def test_no_bound_is_above_the_least_step(chunk: int) -> None:
         for of_row, row, mesh, candidate in drawn.sample(everything, min(len(everything), 12)):
             least = space.sums.least_step(candidate)
             problem = make_problem(coster, candidate)
-            exact, slowest = bounds.bound(problem)
+            exact, slowest = bounds.bound(candidate)
             found = {"row": of_row, "mesh": mesh_bounds.bound(row, mesh), "candidate": exact}
             filled = Waterfill(problem)
             slowest, _ = filled.fill(slowest)
@@ -59,7 +59,7 @@ def test_no_bound_is_above_the_least_step(chunk: int) -> None:
             else:
                 limit = least / candidate.num_micro_batches * (1 + 1e-9)
                 total = filled.least_sum(limit) if limit < inf else 0.0
-                found["filled"] = bounds.step(problem, slowest * SLACK, total)
+                found["filled"] = bounds.step(candidate, slowest * SLACK, total)
             high = {name: bound for name, bound in found.items() if bound > least}
             assert not high, (seed, candidate, least, high)
             compared += 1

@@ -20,7 +20,7 @@ from tests.planner.instances import make_graph, make_instance, make_request, mak
 
 def solved(coster: Coster, candidate: Candidate, **limits: float) -> Solution:
     problem = make_problem(coster, candidate)
-    _, slowest = CandidateBounds().bound(problem)
+    _, slowest = CandidateBounds(coster).bound(problem.candidate)
     return solve(problem, least_slowest_s=slowest, deterministic_time=20.0, **limits)
 
 

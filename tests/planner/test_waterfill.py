@@ -15,14 +15,14 @@ from tests.planner.brute_force import BruteForce
 from tests.planner.instances import make_instance
 
 
-def problems(seeds: range, each: int) -> list[StageProblem]:
+def problems(seeds: range, each: int) -> list[tuple[Coster, StageProblem]]:
     """Some candidates of some instances, those with stages first."""
     result = []
     for seed in seeds:
         instance = make_instance(seed)
         coster = Coster(instance.graph, instance.topology, instance.request)
         found = sorted(BruteForce(coster).candidates(), key=lambda c: -c.mesh.pp)
-        result += [make_problem(coster, c) for c in found[::max(1, len(found) // each)][:each]]
+        result += [(coster, make_problem(coster, c)) for c in found[::max(1, len(found) // each)][:each]]
     return result
 
 
@@ -38,9 +38,9 @@ def spreads(filled: Waterfill) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("first", [4000, 4030])
 def test_fill_is_the_best_spread(first: int) -> None:
     staged = full = 0
-    for problem in problems(range(first, first + 30), 6):
+    for coster, problem in problems(range(first, first + 30), 6):
         filled = Waterfill(problem)
-        _, least_slowest_s = CandidateBounds().bound(problem)
+        _, least_slowest_s = CandidateBounds(coster).bound(problem.candidate)
         slowest, layers = filled.fill(least_slowest_s)
         # A rank that not even its forced layers fit is as if it were free of them.
         times = [[r.seconds(n) if n else (r.seconds(0) if r.seconds(0) < inf else 0.0)
@@ -57,7 +57,7 @@ def test_fill_is_the_best_spread(first: int) -> None:
 
 @pytest.mark.parametrize("share", [1.0, 1.2, 2.0])
 def test_least_sum_is_that_of_the_best_spread(share: float) -> None:
-    for problem in problems(range(4060, 4080), 6):
+    for _, problem in problems(range(4060, 4080), 6):
         filled = Waterfill(problem)
         slowest, _ = filled.fill(0.0)
         if slowest == inf or any(rank.seconds(0) == inf for rank in filled.ranks):
@@ -72,7 +72,7 @@ def test_least_sum_is_that_of_the_best_spread(share: float) -> None:
 
 def test_seconds_are_convex_and_increasing() -> None:
     bends = 0
-    for problem in problems(range(4080, 4120), 4):
+    for _, problem in problems(range(4080, 4120), 4):
         for rank in Waterfill(problem).ranks:
             seconds = [rank.seconds(n) for n in range(12)]
             finite = [s for s in seconds if s < inf]
@@ -86,7 +86,7 @@ def test_seconds_are_convex_and_increasing() -> None:
 
 def test_the_only_repeated_run_is_filled_whatever_else_is_heavy() -> None:
     checked = 0
-    for problem in problems(range(4120, 4160), 3):
+    for _, problem in problems(range(4120, 4160), 3):
         repeated = [r for r, run in enumerate(problem.runs) if run.count > 1]
         if len(repeated) == 1:
             assert Waterfill(problem).main == repeated[0]

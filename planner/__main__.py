@@ -20,6 +20,8 @@ def main() -> NoReturn:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?"
+    # pydantic would look for plugins in the metadata of every installed distribution.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         from planner.cli import run  # here, so that an interrupt of these imports is caught too
 

@@ -3,7 +3,8 @@
     rows (tp, pp, dp, micro-batch)   bounded together with numpy          planner/bounds.py
       -> meshes                      bounded where their groups lie       planner/bounds.py
       -> candidates                  bounded from their exact costs       planner/bounds.py
-        -> filled                    bounded with memory                  planner/waterfill.py
+        -> filled                    bounded with memory                  planner/room.py,
+                                                                          planner/waterfill.py
           -> solved                  cut and choices, one program each    planner/blocks.py, or for
                                      models of several unlike runs        planner/formulation.py
 
@@ -24,13 +25,15 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.blocks import Blocks, block_forms, variants
+from planner.block_forms import block_forms, variants
+from planner.blocks import Blocks
 from planner.bounds import SLACK, CandidateBounds, MeshBounds, row_bounds
 from planner.costing import Candidate, Coster
 from planner.greedy import balanced_cut, even_cut, filled_cut, greedy
 from planner.layout import Choice, Mesh
 from planner.pricing import Evaluation, evaluate
 from planner.problem import StageProblem, make_problem
+from planner.room import may_fit
 from planner.space import Row, candidates, meshes, rows, space_size
 from planner.waterfill import Waterfill
 from profiler.errors import InternalError
@@ -207,7 +210,8 @@ class _Search:
                 for candidate in candidates(self.coster, content.row, content.mesh):
                     least, slowest = self.bounds.bound(candidate)
                     self.beat(least, 2, _Bounded(candidate, slowest))
-            elif isinstance(content, _Bounded) and content.candidate.mesh not in known:
+            elif (isinstance(content, _Bounded) and content.candidate.mesh not in known
+                  and may_fit(self.coster, content.candidate)):
                 problem = make_problem(self.coster, content.candidate)
                 filled = Waterfill(problem)
                 _, layers = filled.fill(content.slowest_s)
@@ -232,8 +236,10 @@ class _Search:
 
     def fill(self, bound: float, node: _Bounded) -> None:
         """Bound a candidate with memory, by filling its ranks."""
-        problem = make_problem(self.coster, node.candidate)
         self.outcome.num_filled += 1
+        if not may_fit(self.coster, node.candidate):
+            return
+        problem = make_problem(self.coster, node.candidate)
         filled = Waterfill(problem)
         slowest_s, layers = filled.fill(node.slowest_s)
         if slowest_s == inf:
@@ -293,7 +299,8 @@ class _Search:
         if not node.relaxed:
             relaxed = relaxed_bound(problem, node.slowest_s) * (1 - TOLERANCE / 4)
             if relaxed < inf:
-                self.push(max(bound, relaxed), 4, _Filled(problem, node.slowest_s, [], relaxed=True))
+                self.push(max(bound, relaxed), 4,
+                          _Filled(problem, node.slowest_s, [], relaxed=True))
             return
         self.outcome.num_solved += 1
         remaining = None if self.deadline is None else max(0.1, self.deadline - time.monotonic())

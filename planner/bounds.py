@@ -225,8 +225,10 @@ class CandidateBounds:
                         once.append(parameters.optimizer_s + parameters.norm_s)
                         reduce.append(parameters.reduce_s)
                 columns.append((min(seconds), min(once), min(reduce), max(window)))
+            least_s, once_s, reduce_s, window_s = np.array(columns).T
             self._tables[key] = _Table(
-                *np.array(columns).T, slowdown=min(c.group.overlap_slowdown for c in contexts))
+                seconds=least_s, once=once_s, reduce=reduce_s, window=window_s,
+                slowdown=min(c.group.overlap_slowdown for c in contexts))
         return self._tables[key]
 
     def _least_bottleneck(self, table: _Table, p: int) -> float:

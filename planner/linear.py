@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from ortools.linear_solver import pywraplp
-
 __all__ = ["Expression", "LinearProgram", "SolverResult", "total"]
 
 
@@ -68,13 +66,6 @@ class SolverResult:
     bound: float
 
 
-_STATUS = {
-    pywraplp.Solver.OPTIMAL: "optimal",
-    pywraplp.Solver.FEASIBLE: "feasible",
-    pywraplp.Solver.INFEASIBLE: "infeasible",
-}
-
-
 class LinearProgram:
     """Variables, rows and an objective to be minimised."""
 
@@ -111,6 +102,10 @@ class LinearProgram:
         """Solve; `parameters` is CP-SAT's text form."""
         if self._impossible:
             return SolverResult("infeasible", None, inf, inf)
+        from ortools.linear_solver import pywraplp  # here: many searches end without a program
+
+        names = {pywraplp.Solver.OPTIMAL: "optimal", pywraplp.Solver.FEASIBLE: "feasible",
+                 pywraplp.Solver.INFEASIBLE: "infeasible"}
         solver = pywraplp.Solver.CreateSolver("SAT" if integer else "GLOP")
         if parameters:
             solver.SetSolverSpecificParametersAsString(parameters)
@@ -127,7 +122,7 @@ class LinearProgram:
             objective.SetCoefficient(variables[variable], coefficient)
         objective.SetOffset(self._objective.constant)
         objective.SetMinimization()
-        status = _STATUS.get(solver.Solve(), "unknown")
+        status = names.get(solver.Solve(), "unknown")
         if status == "infeasible":
             return SolverResult(status, None, inf, inf)
         if status == "unknown":

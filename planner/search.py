@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
+from planner import __version__
 from planner.best_first import TOLERANCE, Found, Outcome, Progress, run_search
 from planner.costing import Candidate, Coster
 from planner.explain import diagnose
@@ -90,14 +90,7 @@ def _layout(coster: Coster, found: Found, model: str, topology: str) -> Layout:
         topology=Reference(name=topology, digest=digest(coster.topology)),
         request=request, mesh=candidate.mesh, micro_batch=candidate.micro_batch,
         num_micro_batches=candidate.num_micro_batches, schedule=candidate.schedule,
-        stages=tuple(stages), notes=tuple(notes), meshwright_version=_version())
-
-
-def _version() -> str:
-    try:
-        return version("meshwright")
-    except PackageNotFoundError:
-        return ""
+        stages=tuple(stages), notes=tuple(notes), meshwright_version=__version__)
 
 
 def _proof(outcome: Outcome, layout: Layout) -> Proof:

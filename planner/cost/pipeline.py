@@ -89,7 +89,7 @@ def in_flight(schedule: ScheduleName, p: int, v: int, m: int, rank: int
     forwards = np.arange(1, min(m * v, _warm_up(p, v, rank) + p * v + 1) + 1)
     held = _first_of_chunk(forwards, p, v)
     held -= _first_of_chunk(np.maximum(forwards - 1 - _warm_up(p, v, rank), 0), p, v)[:, ::-1]
-    moments = np.unique(held, axis=0)
+    moments = np.array(sorted(set(map(tuple, held.tolist()))))
     below = (moments[:, None] <= moments[None]).all(axis=2)
     dominated = below.sum(axis=1) > 1  # by another than itself
     return tuple(tuple(int(n) for n in row) for row in moments[~dominated])

@@ -12,7 +12,8 @@ from math import comb, inf
 import pytest
 
 from planner.best_first import TOLERANCE
-from planner.blocks import MOST_VARIANTS, BlockForm, Blocks, block_forms, variants
+from planner.block_forms import MOST_VARIANTS, BlockForm, block_forms, variants
+from planner.blocks import Blocks
 from planner.costing import Candidate, Coster
 from planner.layout import Mesh, Schedule
 from planner.pricing import evaluate

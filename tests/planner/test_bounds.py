@@ -15,6 +15,7 @@ from planner.cost.collectives import all_gather_seconds, all_reduce_seconds
 from planner.costing import Coster
 from planner.formulation import relaxed_bound
 from planner.problem import make_problem
+from planner.room import may_fit
 from planner.space import Row, candidates, meshes, rows
 from planner.topology import HostGroup, Link, Topology
 from planner.topology_groups import Placement
@@ -28,7 +29,7 @@ NAMES = ("tp", "pp", "dp", "micro_batch", "num_micro_batches")
 
 @pytest.mark.parametrize("chunk", range(6))
 def test_no_bound_is_above_the_least_step(chunk: int) -> None:
-    compared = infeasible = 0
+    compared = infeasible = refused = 0
     for seed in range(3000 + chunk * 15, 3015 + chunk * 15):
         instance = make_instance(seed)
         coster = Coster(instance.graph, instance.topology, instance.request)
@@ -47,6 +48,9 @@ def test_no_bound_is_above_the_least_step(chunk: int) -> None:
             for mesh in meshes(coster, row) for candidate in candidates(coster, row, mesh)]
         for of_row, row, mesh, candidate in drawn.sample(everything, min(len(everything), 12)):
             least = space.sums.least_step(candidate)
+            if not may_fit(coster, candidate):
+                assert least == inf, (seed, candidate)
+                refused += 1
             problem = make_problem(coster, candidate)
             exact, slowest = bounds.bound(candidate)
             found = {"row": of_row, "mesh": mesh_bounds.bound(row, mesh), "candidate": exact}
@@ -64,7 +68,7 @@ def test_no_bound_is_above_the_least_step(chunk: int) -> None:
             assert not high, (seed, candidate, least, high)
             compared += 1
             infeasible += least == inf
-    assert compared > 60 and infeasible > 5
+    assert compared > 60 and infeasible > 5 and refused > infeasible / 3
 
 
 @st.composite

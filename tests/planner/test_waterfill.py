@@ -22,7 +22,8 @@ def problems(seeds: range, each: int) -> list[tuple[Coster, StageProblem]]:
         instance = make_instance(seed)
         coster = Coster(instance.graph, instance.topology, instance.request)
         found = sorted(BruteForce(coster).candidates(), key=lambda c: -c.mesh.pp)
-        result += [(coster, make_problem(coster, c)) for c in found[::max(1, len(found) // each)][:each]]
+        some = found[::max(1, len(found) // each)][:each]
+        result += [(coster, make_problem(coster, candidate)) for candidate in some]
     return result
 
 

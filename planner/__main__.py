@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def main() -> NoReturn:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?"
+    gc.set_threshold(50_000, 20, 20)  # a search makes many records, and none in cycles
     # pydantic would look for plugins in the metadata of every installed distribution.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:

@@ -209,6 +209,52 @@ def _overflows(layout: Layout) -> list[str]:
     return overflows(layout)
 
 
+@commands.command("scale")
+@click.argument("model")
+@click.option("--topology", "-t", metavar="PRESET", required=True,
+              help="The preset of one host, for example dgx-h100.")
+@click.option("--devices", "-n", metavar="N,N,...", required=True,
+              help="Numbers of devices, for example 8,64,512.")
+@_request_options
+@click.option("--samples-per-device", type=click.FloatRange(min=0, min_open=True), metavar="N",
+              help="Let the batch grow with the devices, instead of --global-batch.")
+@click.option("--plot", metavar="FILE", help="Draw samples/s against devices (.png, .svg, .pdf).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every layout, instead.")
+def _scale(model: str, topology: str, devices: str, samples_per_device: float | None,
+           plot: str | None, as_json: bool, **fields: Any) -> None:
+    """Plan MODEL for several numbers of devices: how near to linear, and what takes the rest."""
+    from planner import inputs
+    from planner.report import scale as report
+    from planner.scale import scale
+
+    counts = _numbers(devices)
+    if plot is not None:
+        _check_writable(Path(plot))
+        report.check_plot(Path(plot))
+    graph, name = inputs.resolve_model(model)
+    given = {key: value for key, value in fields.items() if value is not None}
+    shown = sys.stderr.isatty()
+    points = scale(graph, name, topology, counts, given, samples_per_device=samples_per_device,
+                   progress=(lambda n: click.echo(f"planning for {n:,} devices ...", err=True))
+                   if shown else None)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(report.as_data(points), indent=1))
+    else:
+        report.print_scale(points, name, topology)
+    if plot is not None:
+        report.write_plot(Path(plot), points, name, topology)
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
+        raise InvalidInput(f"--devices {text[:80]!r}: whole numbers joined by commas are needed, "
+                           "for example 8,64,512")
+    return [int(part) for part in parts]
+
+
 @commands.command("models")
 def _models() -> None:
     """List the models of the catalogue."""

@@ -13,24 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.topology import MAX_DEVICES, HostGroup, Link, Topology
-from profiler.device import Device, load_device
+from profiler.device import Device, device_of_cuda, load_device
 from profiler.errors import InvalidInput
 
 __all__ = ["local_topology"]
 
 MEMINFO = Path("/proc/meminfo")
 MAX_PROCESSES = 1024
-
-# A part of the name that CUDA reports, and the device file; the first that occurs is taken.
-CUDA_NAMES = (
-    ("A100-SXM4-40GB", "a100-40g"), ("A100-SXM4-80GB", "a100-80g"), ("A100-SXM-80GB", "a100-80g"),
-    ("H100 PCIe", "h100-pcie-80g"), ("H100 80GB HBM3", "h100-sxm-80g"), ("H200", "h200"),
-    ("GB200", "gb200"), ("B200", "b200"), ("V100-SXM2-16GB", "v100-16g"),
-    ("V100-SXM2-32GB", "v100-32g"), ("V100-SXM3-32GB", "v100-32g"), ("NVIDIA L4", "l4"),
-    ("A10G", "a10g"), ("NVIDIA A10", "a10"), ("NVIDIA A40", "a40"), ("RTX A6000", "a6000"),
-    ("RTX 3090", "rtx-3090"), ("RTX 4090", "rtx-4090"), ("RTX 2080 Ti", "rtx-2080ti"),
-)
-EXACT = ("NVIDIA L4", "NVIDIA A10", "NVIDIA A40")  # these begin the names of other devices too
 
 # Whose links a device has, unless measured: those of the preset that it comes in.
 LINKS_OF = {"a100-40g": "dgx-a100-40g", "a100-80g": "dgx-a100-80g", "h100-sxm-80g": "dgx-h100",
@@ -84,10 +73,8 @@ def cuda_group(name: str, memory_bytes: int, count: int) -> HostGroup:
 
 
 def _device_of(name: str) -> Device | None:
-    for part, device in CUDA_NAMES:
-        if name == part or (part in name and part not in EXACT):
-            return load_device(device)
-    return None
+    found = device_of_cuda(name)
+    return load_device(found) if found is not None else None
 
 
 def _not_measured(link: Link, preset: str) -> Link:

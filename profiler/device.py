@@ -19,11 +19,22 @@ from pydantic import ConfigDict
 from profiler.documents import STRICT, load
 from profiler.errors import UnknownName
 
-__all__ = ["Curve", "Device", "device_names", "load_device"]
+__all__ = ["Curve", "Device", "device_names", "device_of_cuda", "load_device"]
 
 DEVICES = Path(__file__).parent / "devices"
 Positive = Annotated[float, Gt(0), Le(1e24)]
 Name = Annotated[str, MaxLen(200)]
+
+# A part of the name that CUDA reports, and the device file; the first that occurs is taken.
+CUDA_NAMES = (
+    ("A100-SXM4-40GB", "a100-40g"), ("A100-SXM4-80GB", "a100-80g"), ("A100-SXM-80GB", "a100-80g"),
+    ("H100 PCIe", "h100-pcie-80g"), ("H100 80GB HBM3", "h100-sxm-80g"), ("H200", "h200"),
+    ("GB200", "gb200"), ("B200", "b200"), ("V100-SXM2-16GB", "v100-16g"),
+    ("V100-SXM2-32GB", "v100-32g"), ("V100-SXM3-32GB", "v100-32g"), ("NVIDIA L4", "l4"),
+    ("A10G", "a10g"), ("NVIDIA A10", "a10"), ("NVIDIA A40", "a40"), ("RTX A6000", "a6000"),
+    ("RTX 3090", "rtx-3090"), ("RTX 4090", "rtx-4090"), ("RTX 2080 Ti", "rtx-2080ti"),
+)
+EXACT = ("NVIDIA L4", "NVIDIA A10", "NVIDIA A40")  # these begin the names of other devices too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +118,11 @@ def load_device(name: str) -> Device:
         near = [device for device in known if name.lower() in device]  # "h100": both of them
         raise UnknownName("device", name[:80], near or known)
     return load(Device, DEVICES / f"{name}.json")
+
+
+def device_of_cuda(name: str) -> str | None:
+    """The shipped device of the name that CUDA reports, or None."""
+    for part, device in CUDA_NAMES:
+        if name == part or (part in name and part not in EXACT):
+            return device
+    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from profiler.layer_graph import LayerGraph, ModelSource
 from profiler.trace import InputMaker, trace_module
 from profiler.trace_fake import COMPUTE_DTYPE, is_experts
 
-__all__ = ["build_model", "trace_hugging_face"]
+__all__ = ["build_model", "input_maker", "quiet", "trace_hugging_face"]
 
 Task = Literal["sequence to sequence", "masked", "causal", "images"]
 
@@ -54,7 +54,7 @@ def trace_hugging_face(config: Mapping[str, Any] | str | Path, *, name: str | No
         config = read_data(path)
         if not isinstance(config, Mapping):
             raise InvalidInput(f"{path}: a config is a JSON object")
-    with _quiet():
+    with quiet():
         model, task, built = build_model(config)
     max_seq_len = _first_int(built, _LONGEST) if task != "images" else None
     experts = {module.gate_up_proj.shape[0] for module in model.modules() if is_experts(module)}
@@ -65,15 +65,15 @@ def trace_hugging_face(config: Mapping[str, Any] | str | Path, *, name: str | No
     kept = {key: value for key, value in config.items() if key not in _IGNORED}
     source = ModelSource(hugging_face_class=type(model).__name__, hugging_face_config=kept,
                          note=note)
-    with _quiet(), _whole_samples():
+    with quiet(), _whole_samples():
         return trace_module(
-            model, _input_maker(task, built), name=name or str(config.get("model_type")),
+            model, input_maker(task, built), name=name or str(config.get("model_type")),
             sample="images" if task == "images" else "tokens", max_seq_len=max_seq_len,
             source=source, window=window, rows_multiple=math.lcm(*shares))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the advice that transformers prints about training and generation."""
     from transformers.utils import logging
 
@@ -114,8 +114,12 @@ def _whole_samples() -> Iterator[None]:
             setattr(masking_utils, name, original)
 
 
-def build_model(config: Mapping[str, Any]) -> tuple[nn.Module, Task, Any]:
-    """(model on the meta device, what it is trained for, its config object)."""
+def build_model(config: Mapping[str, Any], place: Callable[[], Any] = lambda: torch.device("meta")
+                ) -> tuple[nn.Module, Task, Any]:
+    """(model, what it is trained for, its config object).
+
+    place: the context in which modules are made; by default the meta device.
+    """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -135,7 +139,7 @@ def build_model(config: Mapping[str, Any]) -> tuple[nn.Module, Task, Any]:
     try:
         built = CONFIG_MAPPING[model_type](**values)
         built.use_cache = False
-        model = _instantiate(getattr(transformers, class_name), built)
+        model = _instantiate(getattr(transformers, class_name), built, place)
     except Exception as error:  # transformers raises whatever a bad value leads to
         reason = " ".join(str(error).split())[:300]
         raise InvalidInput(f"config of {model_type}: {class_name} cannot be built from it: "
@@ -143,11 +147,11 @@ def build_model(config: Mapping[str, Any]) -> tuple[nn.Module, Task, Any]:
     return model, task, built
 
 
-def _instantiate(model_class: Any, config: Any) -> nn.Module:
+def _instantiate(model_class: Any, config: Any, place: Callable[[], Any]) -> nn.Module:
     for attention in ("sdpa", "eager"):
         config._attn_implementation = attention
         try:
-            with torch.device("meta"):
+            with place():
                 model: nn.Module = model_class(config)
             return model
         except ValueError:
@@ -183,7 +187,7 @@ def _first_int(config: Any, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _input_maker(task: Task, config: Any) -> InputMaker:
+def input_maker(task: Task, config: Any) -> InputMaker:
     def make(micro_batch: int, seq_len: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if task == "images":
             size = getattr(config, "image_size", None) or 224

@@ -27,6 +27,7 @@ from annotated_types import Ge, Len, MaxLen
 from pydantic import ConfigDict
 
 from profiler.documents import STRICT
+from profiler.profile import Profile
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -257,7 +258,10 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
-    """The layers of one model, their costs, and the tensors that pass between them."""
+    """The layers of one model, their costs, and the tensors that pass between them.
+
+    profiles: what was measured of them, one for each device, dtype and load.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -272,6 +276,7 @@ class LayerGraph:
     max_seq_len: Annotated[int, Ge(1)] | None = None
     fixed_seq_len: Annotated[int, Ge(1)] | None = None
     source: ModelSource = field(default_factory=ModelSource)
+    profiles: Annotated[tuple[Profile, ...], MaxLen(64)] = ()
 
     def __post_init__(self) -> None:
         problems = [f"layer {i} ({layer.name}) is of kind {layer.kind!r}, which is not in `kinds`"
@@ -286,6 +291,9 @@ class LayerGraph:
                 if index >= count or (not problems and name not in {
                         p.name for p in self.kinds[self.layers[index].kind].parameters}):
                     problems.append(f"tie: layer {index} has no parameter {name!r}")
+        measured = {kind for profile in self.profiles for kind in profile.kinds()}
+        unknown = sorted(measured - set(self.kinds))
+        problems += [f"profiles: {kind!r} is not in `kinds`" for kind in unknown]
         if problems:
             raise ValueError("; ".join(problems[:8]))
 

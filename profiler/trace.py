@@ -39,7 +39,8 @@ from profiler.trace_fit import Fit, image_points, token_points
 from profiler.trace_partition import find_layers, signature
 from profiler.trace_run import record
 
-__all__ = ["InputMaker", "Sample", "trace", "trace_function", "trace_module"]
+__all__ = ["InputMaker", "Sample", "as_arguments", "find_function", "input_maker", "trace",
+           "trace_function", "trace_module"]
 
 Sample = Literal["tokens", "images", "features"]
 InputMaker = Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -70,7 +71,7 @@ def trace(model: nn.Module | Callable[[], Any], example_inputs: Any = None, *, n
     if example_inputs is None:
         raise InvalidInput(f"{name}: example inputs are needed: pass them, or return "
                            f"(module, example_inputs) from the function that builds the model")
-    args, kwargs = _as_arguments(example_inputs)
+    args, kwargs = as_arguments(example_inputs)
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     if not tensors or tensors[0].dim() == 0:
         raise InvalidInput(f"{name}: example inputs need a tensor whose dim 0 is the batch")
@@ -81,7 +82,7 @@ def trace(model: nn.Module | Callable[[], Any], example_inputs: Any = None, *, n
     if sample == "tokens" and first.dim() < 2:
         raise InvalidInput(f"{name}: tokens need inputs of shape (batch, sequence, ...), got "
                            f"{tuple(first.shape)}")
-    make = _input_maker(args, kwargs, first, sample)
+    make = input_maker(args, kwargs, first, sample)
     return trace_module(model, make, name=name, sample=sample, max_seq_len=max_seq_len,
                         source=source or ModelSource())
 
@@ -95,6 +96,16 @@ def trace_function(path: str, *, name: str | None = None, sample: Sample | None 
     Raises:
         InvalidInput: it cannot be imported or called, or returns something else.
     """
+    return trace(find_function(path), name=name or path, sample=sample, max_seq_len=max_seq_len,
+                 source=ModelSource(python_function=path))
+
+
+def find_function(path: str) -> Callable[[], Any]:
+    """The function at "package.module:function".
+
+    Raises:
+        InvalidInput: it cannot be imported.
+    """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise InvalidInput(f"{path!r}: a function is named as package.module:function")
@@ -106,8 +117,8 @@ def trace_function(path: str, *, name: str | None = None, sample: Sample | None 
         raise InvalidInput(f"{path!r}: cannot be imported: {error}") from error
     if not callable(target) or isinstance(target, type):
         raise InvalidInput(f"{path!r}: is no function")
-    return trace(target, name=name or path, sample=sample, max_seq_len=max_seq_len,
-                 source=ModelSource(python_function=path))
+    found: Callable[[], Any] = target
+    return found
 
 
 def trace_module(model: nn.Module, make_inputs: InputMaker, *, name: str, sample: Sample,
@@ -189,7 +200,7 @@ def _build(builder: Callable[[], Any]) -> tuple[nn.Module, Any]:
                        f"{type(built).__name__}")
 
 
-def _as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, dict):
         return (), example
     if isinstance(example, (tuple, list)):
@@ -197,7 +208,7 @@ def _as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example,), {}
 
 
-def _input_maker(args: Any, kwargs: Any, first: torch.Tensor, sample: Sample) -> InputMaker:
+def input_maker(args: Any, kwargs: Any, first: torch.Tensor, sample: Sample) -> InputMaker:
     batch, length = first.shape[0], first.shape[1] if first.dim() > 1 else -1
 
     def make(micro_batch: int, seq_len: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

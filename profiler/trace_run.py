@@ -15,7 +15,7 @@ from profiler.trace_events import Run
 from profiler.trace_fake import accelerator_forms
 from profiler.trace_recorder import Recorder, tensor_leaves
 
-__all__ = ["record"]
+__all__ = ["record", "seeds_of"]
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def _watched(model: nn.Module, layers: dict[str, nn.Module],
                 module.forward = before
 
 
-def _seeds(out: Any) -> list[torch.Tensor]:
+def seeds_of(out: Any) -> list[torch.Tensor]:
     """The results that backward starts from: the loss if there is one, else all."""
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -108,7 +108,7 @@ def _register(recorder: Recorder, fakes: dict[int, torch.Tensor], inputs: Any) -
 def _run(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder) -> None:
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
         out = model(*args, **kwargs)
-    seeds = _seeds(out)
+    seeds = seeds_of(out)
     del out
     if not seeds:
         return

@@ -10,7 +10,7 @@ import pytest
 from planner import topology_local
 from planner.topology_files import resolve
 from planner.topology_local import cuda_group
-from profiler.device import device_names
+from profiler.device import CUDA_NAMES, device_names
 from profiler.errors import InvalidInput
 
 
@@ -78,4 +78,4 @@ def test_a_gpu_of_which_no_file_tells(name: str) -> None:
 
 
 def test_every_gpu_file_has_a_name_in_cuda() -> None:
-    assert {device for _, device in topology_local.CUDA_NAMES} == set(device_names()) - {"cpu"}
+    assert {device for _, device in CUDA_NAMES} == set(device_names()) - {"cpu"}

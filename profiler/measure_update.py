@@ -1,0 +1,74 @@
+"""Seconds of the optimizer step and of the gradient norm, over a model's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from profiler.building import DTYPES
+from profiler.layer_graph import LayerGraph
+from profiler.memory_meter import MemoryMeter
+from profiler.profile import UpdateSeconds
+from profiler.timing import Budget, Clock, repeat_until_settled, spread
+
+__all__ = ["make_optimizer", "update_seconds"]
+
+BYTES_PER_PARAMETER = 24
+"""Parameter, gradient, two moments, and temporaries of an unfused step, in float32."""
+
+
+def make_optimizer(name: str, parameters: Sequence[nn.Parameter], *, fused: bool
+                   ) -> torch.optim.Optimizer:
+    """As the executor's command line makes it."""
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-5, fused=fused or None)
+    momentum = 0.9 if name == "sgd-momentum" else 0.0
+    return torch.optim.SGD(parameters, lr=1e-5, momentum=momentum)
+
+
+def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, optimizer: str,
+                   available_bytes: int, budget: Budget,
+                   agree: Callable[[bool], bool] = bool) -> UpdateSeconds:
+    """Measure over as many of the model's parameters as fit; float32 or bfloat16 ones."""
+    dtype, fused = DTYPES[stored_dtype], device.type == "cuda"
+    most = available_bytes // BYTES_PER_PARAMETER
+    shapes: list[tuple[int, ...]] = []
+    count = 0
+    for _, parameter in graph.iter_parameters():
+        numel = prod(parameter.shape)
+        if parameter.trainable and (not shapes or count + numel <= most):
+            shapes.append(parameter.shape)
+            count += numel
+    parameters = [nn.Parameter(torch.full(shape, 0.5, dtype=dtype, device=device))
+                  for shape in shapes]
+    made = make_optimizer(optimizer, parameters, fused=fused)
+    clock = Clock(device)
+
+    def once() -> dict[str, float]:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-4)
+        clock.flush()
+        moments: list[Any] = [clock.mark()]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+        del grads
+        moments.append(clock.mark())
+        made.step()
+        made.zero_grad(set_to_none=True)
+        moments.append(clock.mark())
+        return {"norm": clock.between(*moments[:2]), "update": clock.between(*moments[1:])}
+
+    samples, _ = repeat_until_settled(once, ("update",), budget, agree)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-4)
+    with MemoryMeter(device) as meter:
+        made.step()
+    return UpdateSeconds(
+        optimizer=optimizer, fused=fused, stored_dtype=stored_dtype, num_parameters=count,
+        update_s=samples.median("update"), norm_s=samples.median("norm"),
+        temporary_bytes=max(0, meter.peak_bytes), spread=spread(samples.parts["update"]))

@@ -1,0 +1,78 @@
+"""Processes that measure at once: they stay in step, and their results are averaged.
+
+Started by torchrun, every process of the host measures the same case at the same time, so that
+the load is that of a training run; alone, a process is its own team.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["PeerFailed", "Team"]
+
+TIMEOUT_S = 600.0
+
+
+class PeerFailed(RuntimeError):
+    """Another process could not measure this case."""
+
+
+class Team:
+    """The processes that torchrun started, or this one alone."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank
+
+    @classmethod
+    def join(cls) -> Team:
+        """Meet the others, over gloo whatever the device."""
+        if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            return cls(1, 0)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        return cls(dist.get_world_size(), dist.get_rank())
+
+    @property
+    def per_host(self) -> int:
+        """Processes on this host."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self.size > 1 else 1
+
+    def _sums(self, values: Sequence[float]) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return [float(value) for value in tensor]
+
+    def agree(self, stop: bool) -> bool:
+        """Whether all want to stop.
+
+        Raises:
+            PeerFailed: another called `fail`.
+        """
+        stopping, failed = self._sums((float(stop), 0.0))
+        if failed:
+            raise PeerFailed("another process ran out of memory")
+        return stopping == self.size
+
+    def fail(self) -> None:
+        """Tell the others, who are about to ask `agree`, that this process failed."""
+        self._sums((0.0, 1.0))
+
+    def all_true(self, mine: bool) -> bool:
+        """Whether it holds on every process."""
+        return self._sums((float(mine),))[0] == self.size
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Averages over the processes."""
+        return [value / self.size for value in self._sums(values)]
+
+    def leave(self) -> None:
+        """End the meeting."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()

@@ -12,6 +12,7 @@ is used.
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ _HOMES = {
 
 def plan(model: Any, topology: str | Path | Topology, *, global_batch: int,
          seq_len: int | None = None, example_inputs: Any = None,
+         links: str | Path | None = None,
          progress: Callable[[Progress], None] | None = None, time_limit_s: float | None = None,
          **fields: Any) -> Layout:
     """The fastest layout that fits.
@@ -60,6 +62,7 @@ def plan(model: Any, topology: str | Path | Topology, *, global_batch: int,
         "package.module:function", an `nn.Module` (with `example_inputs`) or a LayerGraph.
     topology: a preset ("dgx-h100:2"), a file, "local", or a Topology.
     seq_len: tokens per sample; only needed where samples are tokens.
+    links: a file of measured collectives (`python -m profiler links`).
     progress: called now and then with the best step time so far and its bound.
     fields: any other field of `Request`: precision, optimizer, memory_margin, tp, pp, ...
 
@@ -67,22 +70,27 @@ def plan(model: Any, topology: str | Path | Topology, *, global_batch: int,
         InvalidInput: an argument cannot be used; the message lists every reason.
         Infeasible: nothing fits; `.diagnosis` says which stage, by how much, and what would.
     """
-    from planner import inputs, search, topology_files
+    from planner import inputs, link_fits, search, topology_files
 
     graph, model_name = inputs.resolve_model(model, example_inputs)
     devices = topology_files.resolve(topology)
+    if links is not None:
+        devices = link_fits.with_links(devices, links)
     fields |= {"global_batch": global_batch, "seq_len": seq_len}
     request = inputs.make_request(graph, fields)
-    return search.search(graph, devices, request, progress=progress, time_limit_s=time_limit_s,
-                         model_name=model_name,
-                         topology_name=inputs.topology_name(topology, devices))
+    found = search.search(graph, devices, request, progress=progress, time_limit_s=time_limit_s,
+                          model_name=model_name,
+                          topology_name=inputs.topology_name(topology, devices))
+    return found if links is None else replace(
+        found, links=inputs.links_reference(links, devices))
 
 
 def check(layout: Layout | str | Path, *, model: Any = None,
-          topology: str | Path | Topology | None = None, example_inputs: Any = None) -> Layout:
+          topology: str | Path | Topology | None = None, example_inputs: Any = None,
+          links: str | Path | None = None) -> Layout:
     """The same layout with its `prediction`: the memory of each stage, and the step time.
 
-    model, topology: instead of those that the layout names.
+    model, topology, links: instead of those that the layout names.
 
     Raises:
         InvalidInput: a reference cannot be found again, or what it names has changed since.
@@ -90,7 +98,7 @@ def check(layout: Layout | str | Path, *, model: Any = None,
     """
     from planner import inputs
 
-    return inputs.check(layout, model, topology, example_inputs).layout
+    return inputs.check(layout, model, topology, example_inputs, links).layout
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from math import ceil, inf
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.layer import tensor_parallel_seconds
+from planner.cost.layer import norm_bytes, tensor_parallel_seconds, update_bytes
 from planner.costing import Candidate, Coster, RankContext
 from planner.greedy import balanced_cut
 from planner.layout import Choice, Mesh, Schedule
@@ -53,7 +53,8 @@ def ideal_span(coster: Coster, size: int) -> Span:
         device_bytes_per_s=inside if coster.topology.num_hosts == 1 else max(inside, between),
         device_latency_s=0.0,
         card_bytes_per_s=inf if num_hosts == 1 else between,
-        card_latency_s=0.0)
+        card_latency_s=0.0,
+        fits=coster.links.ideal(size) if coster.links is not None and size > 1 else None)
 
 
 @dataclass(slots=True)
@@ -120,10 +121,11 @@ def _bound(coster: Coster, least: _Least, counts: Floats, tp: int, pp: Floats, d
     chunks = np.where(pp > 1, chunks, 1)
     trainable, frozen = float(counts @ least.trainable), float(counts @ least.frozen)
     ranks = pp * dp
-    update = (2 * size.stored_bytes + 4 * size.gradient_bytes + 2 * moments * size.state_bytes)
-    bandwidth = max(d.memory_bandwidth_bytes_per_s * d.memory_efficiency.fraction[-1]
-                    for d in devices)
-    tail = trainable * update / ranks / bandwidth
+    update_s, norm_s = (num_bytes / max(coster.stream_bytes_per_s(group)[part]
+                                        for group in range(len(devices)))
+                        for part, num_bytes in enumerate((update_bytes(request),
+                                                          norm_bytes(request))))
+    tail = trainable * (update_s + norm_s) / ranks
     bound = (m - 1 / chunks) * slowest + total / chunks + tail
     # Least memory of all pipeline ranks together: states sharded over all of dp, one micro-batch
     # held; with stages whole gradients, unless the target can reduce each micro-batch.

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -33,6 +34,7 @@ DOCUMENTS = {
     "layer-graph": ("profiler.layer_graph", "LayerGraph"),
     "topology": ("planner.topology", "Topology"),
     "device": ("profiler.device", "Device"),
+    "links": ("profiler.links", "Links"),
     "request": ("planner.request", "Request"),
 }
 DEFAULTS = Request.__dataclass_fields__
@@ -127,6 +129,8 @@ def _request_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("model")
 @click.option("--topology", "-t", metavar="T", help="A preset and its number of hosts "
               "(dgx-h100:2), a file, or 'local': this machine.")
+@click.option("--links", metavar="FILE", help="Measured collectives of these devices, as "
+              "`python -m profiler links` writes them.")
 @_request_options
 @click.option("--output", "-o", metavar="FILE", help="Write the layout here.")
 @click.option("--json", "as_json", is_flag=True,
@@ -135,10 +139,11 @@ def _request_options(function: Callable[..., Any]) -> Callable[..., Any]:
               help="Stop the search then, with the best layout so far.")
 @click.option("--no-progress", "--quiet", "-q", "quiet", is_flag=True,
               help="Show no progress line.")
-def _model(model: str, topology: str | None, output: str | None, as_json: bool,
+def _model(model: str, topology: str | None, links: str | None, output: str | None, as_json: bool,
            time_limit: float | None, quiet: bool, **fields: Any) -> None:
     """Plan MODEL: find its fastest layout over the devices of a topology."""
     from planner import inputs, models, search, topology_files
+    from planner.link_fits import with_links
     from planner.report.live import progress_line
 
     given = {name: value for name, value in fields.items() if value is not None}
@@ -149,6 +154,8 @@ def _model(model: str, topology: str | None, output: str | None, as_json: bool,
                    if value is None]:
         raise InvalidInput(_all_problems(lambda: models.resolve(model), missing))
     devices = topology_files.resolve(str(topology))
+    if links is not None:
+        devices = with_links(devices, links)
     graph, name = inputs.resolve_model(model)
     request = inputs.make_request(graph, given)
     started = time.perf_counter()
@@ -157,6 +164,8 @@ def _model(model: str, topology: str | None, output: str | None, as_json: bool,
                                model_name=name,
                                topology_name=inputs.topology_name(str(topology), devices))
     wall_s = time.perf_counter() - started
+    if links is not None:
+        layout = replace(layout, links=inputs.links_reference(links, devices))
     if output is not None:
         _write(Path(output), dump(layout))
     if as_json:
@@ -184,13 +193,15 @@ def _all_problems(resolve: Callable[[], Any], problems: list[str]) -> list[str]:
 @click.argument("layout")
 @click.option("--model", "-m", metavar="MODEL", help="Price it for this model instead of its own.")
 @click.option("--topology", "-t", metavar="T", help="Price it for this topology instead.")
+@click.option("--links", metavar="FILE", help="Measured collectives to price it with.")
 @click.option("--json", "as_json", is_flag=True,
               help="Print the layout with its prediction as JSON instead of the report.")
-def _check(layout: str, model: str | None, topology: str | None, as_json: bool) -> int:
+def _check(layout: str, model: str | None, topology: str | None, links: str | None,
+           as_json: bool) -> int:
     """Price any LAYOUT file, hand-written ones too: is it legal, does it fit, how fast is it?"""
     from planner import inputs
 
-    checked = inputs.check(Path(layout), model, topology)
+    checked = inputs.check(Path(layout), model, topology, links=links)
     if as_json:
         click.echo(dump(checked.layout), nl=False)
     else:

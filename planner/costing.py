@@ -17,7 +17,7 @@ import numpy as np
 from planner.capabilities import Capabilities, load_capabilities
 from planner.chain import Chain, Crossing, Run, make_chain
 from planner.cost.collectives import all_reduce_seconds, send_seconds
-from planner.cost.compute import ComputeTimes, Shard, layer_compute, split_degree
+from planner.cost.compute import ComputeTimes, Shard, split_degree
 from planner.cost.layer import (
     Group,
     LayerCost,
@@ -26,8 +26,10 @@ from planner.cost.layer import (
     layer_cost,
     layer_parameters,
     layer_seconds,
+    norm_bytes,
     parameter_cost,
     tensor_parallel_seconds,
+    update_bytes,
 )
 from planner.cost.memory import (
     BLOCK_BYTES,
@@ -38,6 +40,8 @@ from planner.cost.memory import (
     total_memory,
 )
 from planner.layout import Axis, Choice, Mesh, Schedule
+from planner.link_fits import LinkTable
+from planner.measured import SOURCES, MeasuredLayers, choose_profile
 from planner.request import Request
 from planner.topology import Topology
 from planner.topology_groups import Placement, Span, Stage
@@ -118,6 +122,10 @@ class Coster:
         self.capabilities: Capabilities = load_capabilities(request.target)
         self.chain: Chain = make_chain(graph)
         self.seq_len = request.seq_len
+        self.links = LinkTable(topology.links) if topology.links is not None else None
+        self.measured = [MeasuredLayers(graph, choose_profile(
+            graph, host.device.name, request.bytes.dtype, host.devices_per_host))
+            for host in topology.hosts]
         self._placements: dict[tuple[tuple[int, ...], int], Placement] = {}
         self._compute: dict[tuple[str, Shard, int], ComputeTimes] = {}
         self._layers: dict[object, LayerCost] = {}
@@ -149,7 +157,7 @@ class Coster:
                 of_device = self.topology.group_of_device()
                 ranks = np.concatenate([np.flatnonzero(of_device == g) for g in order])
                 ranks = ranks[:mesh.num_devices]
-            self._placements[key] = Placement(self.topology, ranks)
+            self._placements[key] = Placement(self.topology, ranks, self.links)
         return self._placements[key]
 
     def contexts(self, mesh: Mesh) -> tuple[tuple[RankContext, ...], tuple[int, ...]]:
@@ -184,8 +192,8 @@ class Coster:
         communicators = axes + (1 if axes > 1 else 0)  # the world has one more
         margin = 1.0 - self.request.memory_margin
         group = Group(
-            memory_bytes_per_s=min(d.memory_bandwidth_bytes_per_s
-                                   * d.memory_efficiency.fraction[-1] for d in devices),
+            update_bytes_per_s=min(self.stream_bytes_per_s(g)[0] for g in kinds),
+            norm_bytes_per_s=min(self.stream_bytes_per_s(g)[1] for g in kinds),
             overlap_slowdown=min(2.0, max(d.overlap_slowdown for d in devices)),
             tp=spans["tp"], shard=spans["dp_shard"], replicate=spans["dp_replicate"])
         return self._interned.setdefault((kinds, group, communicators), RankContext(
@@ -216,15 +224,28 @@ class Coster:
         for group in device_groups:
             key = (kind, shard, group)
             if key not in self._compute:
-                self._compute[key] = layer_compute(self.graph.kinds[kind], shard,
-                                                   self.topology.hosts[group].device)
+                self._compute[key] = self.measured[group].seconds(
+                    kind, shard, self.topology.hosts[group].device)
             times.append(self._compute[key])
         if len(times) == 1:
             return times[0]
         return ComputeTimes(
             forward_s=max(t.forward_s for t in times),
             backward_s=max(t.backward_s for t in times),
-            recompute_selective_s=max(t.recompute_selective_s for t in times))
+            recompute_selective_s=max(t.recompute_selective_s for t in times),
+            recompute_full_s=max(t.recompute_full_s for t in times),
+            source=max((t.source for t in times), key=SOURCES.index))
+
+    def stream_bytes_per_s(self, group: int) -> tuple[float, float]:
+        """Bytes per second of the optimizer step and of the gradient norm on a host group."""
+        device = self.topology.hosts[group].device
+        analytic = device.memory_bandwidth_bytes_per_s * device.memory_efficiency.fraction[-1]
+        update = self.measured[group].update(self.request)
+        if update is None:
+            return analytic, analytic
+        count = update.num_parameters
+        return (count * update_bytes(self.request) / update.update_s,
+                count * norm_bytes(self.request) / update.norm_s)
 
     def layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
               ) -> LayerCost:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner import models
 from planner.layout import Layout, Reference
+from planner.link_fits import with_links
 from planner.request import Request
 from profiler.documents import digest, load, parse
 from profiler.errors import InvalidInput
@@ -17,8 +18,9 @@ from profiler.errors import InvalidInput
 if TYPE_CHECKING:
     from planner.topology import Topology
     from profiler.layer_graph import LayerGraph
+    from profiler.links import Links
 
-__all__ = ["Checked", "check", "make_request", "resolve_model", "topology_name"]
+__all__ = ["Checked", "check", "links_reference", "make_request", "resolve_model", "topology_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,12 @@ def resolve_model(model: Any, example_inputs: Any = None) -> tuple[LayerGraph, s
         return trace(model, example_inputs, name=name), name
     raise InvalidInput(f"a model is a name, a path, package.module:function, an nn.Module or a "
                        f"LayerGraph, not {type(model).__name__}")
+
+
+def links_reference(given: Links | str | Path, topology: Topology) -> Reference:
+    """How a layout finds its measured links again."""
+    name = str(given) if isinstance(given, (str, Path)) else "links"
+    return Reference(name=name, digest=digest(topology.links))
 
 
 def topology_name(given: str | Path | Topology, topology: Topology) -> str:
@@ -90,7 +98,8 @@ def _check_has_sequence(graph: LayerGraph, seq_len: int) -> None:
 
 
 def check(layout: Layout | str | Path, model: Any = None,
-          topology: str | Path | Topology | None = None, example_inputs: Any = None) -> Checked:
+          topology: str | Path | Topology | None = None, example_inputs: Any = None,
+          links: Links | str | Path | None = None) -> Checked:
     """Find what a layout is about, and price it.
 
     Proof and alternatives are dropped: they are of a search, and nothing here repeats it.
@@ -107,6 +116,11 @@ def check(layout: Layout | str | Path, model: Any = None,
     graph, model_name = resolve_model(layout.model.name if model is None else model, example_inputs)
     given = layout.topology.name if topology is None else topology
     devices = topology_files.resolve(given)
+    reference = layout.links
+    if links is not None or (reference is not None and topology is None):
+        measured = links if links is not None else reference.name  # type: ignore[union-attr]
+        devices = with_links(devices, measured)
+        reference = links_reference(measured, devices)
     changed = []
     if model is None:
         changed += _changed(where, "model", layout.model, digest(graph))
@@ -117,6 +131,7 @@ def check(layout: Layout | str | Path, model: Any = None,
     _check_has_sequence(graph, layout.request.seq_len)
     layout = replace(
         layout, prediction=None, proof=None, alternatives=(),
+        links=None if devices.links is None else reference,
         model=Reference(name=model_name, digest=digest(graph)),
         topology=Reference(name=topology_name(given, devices), digest=digest(devices)))
     return Checked(layout=pricing.price(graph, devices, layout), graph=graph, topology=devices)

@@ -179,7 +179,8 @@ class Prediction:
     mfu: model FLOPs utilisation; model FLOPs are matmuls and attention of one forward and backward,
         causal attention counted in full, recompute not counted, over the devices' summed dense
         peak.
-    sources: how each kind of term was obtained (analytic or measured).
+    sources: how each term was obtained: measured, extrapolated from measured sizes, or analytic.
+    measured_share: of step_s, what rests on measured seconds at measured sizes.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -192,6 +193,7 @@ class Prediction:
     mfu: float
     stages: tuple[StagePrediction, ...]
     sources: dict[Name, Name] = field(default_factory=dict)
+    measured_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +248,7 @@ class Layout:
     schedule: Schedule = Schedule()
     stages: Annotated[tuple[Stage, ...], Len(1, 20_000)]
     notes: tuple[Name, ...] = ()
+    links: Reference | None = None
     prediction: Prediction | None = None
     proof: Proof | None = None
     alternatives: tuple[Alternative, ...] = ()

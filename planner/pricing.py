@@ -16,6 +16,7 @@ from planner.cost.layer import LayerCost, ParameterCost
 from planner.cost.pipeline import in_flight, pipeline_seconds, replay
 from planner.costing import Candidate, Coster, RankContext, TieCost
 from planner.layout import Choice, Layout, Prediction, Stage, StagePrediction
+from planner.sources import measured_sources
 from planner.topology import Topology
 from profiler.layer_graph import LayerGraph
 
@@ -252,6 +253,7 @@ def predict(coster: Coster, layout: Layout) -> Layout:
     samples_per_s = layout.request.global_batch / result.step_s
     devices = [coster.topology.hosts[g].device for g in
                coster.topology.group_of_device()[coster.placement(mesh).device_of_rank]]
+    sources, measured_share = measured_sources(coster, layout, candidate, terms)
     peak = sum(device.peak(layout.request.bytes.dtype) for device in devices)
     return replace(layout, prediction=Prediction(
         step_s=result.step_s,
@@ -261,7 +263,7 @@ def predict(coster: Coster, layout: Layout) -> Layout:
         tokens_per_s_per_device=samples_per_s * layout.request.seq_len / mesh.num_devices,
         mfu=samples_per_s * coster.model_flops_per_sample / peak,
         stages=_stage_predictions(coster, result),
-        sources={"compute": "analytic", "collectives": "analytic", "memory": "traced"}))
+        sources=sources, measured_share=measured_share))
 
 
 def price(graph: LayerGraph, topology: Topology, layout: Layout) -> Layout:

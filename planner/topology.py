@@ -19,6 +19,7 @@ from pydantic import ConfigDict
 
 from profiler.device import Device
 from profiler.documents import STRICT
+from profiler.links import Links
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -96,7 +97,10 @@ class NetworkLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """All the devices and links of a cluster."""
+    """All the devices and links of a cluster.
+
+    links: collectives measured on it, which are taken before the figures of the links.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -105,6 +109,7 @@ class Topology:
     name: Annotated[str, Len(1, 200)]
     hosts: Annotated[tuple[HostGroup, ...], Len(1, 256)]
     network: Annotated[tuple[NetworkLevel, ...], MaxLen(4)] = ()
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         if self.num_devices > MAX_DEVICES:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.link_fits import GroupFits, LinkTable
 from planner.topology import Topology
 from profiler.errors import InvalidInput
 
@@ -72,6 +73,7 @@ class Span:
         host holds two members of a group.
     card_bytes_per_s: one group's share of a host's cards, after efficiency; inf inside one host.
     levels: of the network, from the hosts up.
+    fits: measured collectives of such groups.
     """
 
     size: int
@@ -85,6 +87,7 @@ class Span:
     card_bytes_per_s: float
     card_latency_s: float
     levels: tuple[LevelSpan, ...] = ()
+    fits: GroupFits | None = None
 
     @property
     def network_bytes_per_s(self) -> float:
@@ -104,6 +107,7 @@ class Edge:
     bytes_per_s: float
     latency_s: float
     same_host: bool
+    fits: GroupFits | None = None
 
 
 class _Runs(NamedTuple):
@@ -128,8 +132,10 @@ class _Hosts(NamedTuple):
 class Placement:
     """Ranks on the devices of a topology; `span` and `pipeline_edge` remember their answers."""
 
-    def __init__(self, topology: Topology, ranks: int | Ints | None = None) -> None:
+    def __init__(self, topology: Topology, ranks: int | Ints | None = None,
+                 links: LinkTable | None = None) -> None:
         """`ranks`: how many of the first devices, or the device of each rank; None for all.
+        `links`: the topology's own, if they have been looked up before.
 
         Raises:
             InvalidInput: more ranks than devices, a device that is not there or given twice.
@@ -140,6 +146,9 @@ class Placement:
         self.host_of_rank: Ints = topology.host_of_device()[self.device_of_rank]
         self._ordered = bool(np.all(np.diff(self.host_of_rank) >= 0))
         self._hosts = _host_figures(topology)
+        if links is None and topology.links is not None:
+            links = LinkTable(topology.links)
+        self._links = links
         self._spans: dict[tuple[tuple[Axis, ...], Stage | None], Span] = {}
         self._edges: dict[tuple[int, int, int | None, bool], Edge] = {}
 
@@ -225,7 +234,16 @@ class Placement:
             card_bytes_per_s=float(share.min(initial=inf)),
             card_latency_s=float(self._hosts.card_latency_s[hosts].max(initial=0.0)),
             levels=self._levels(table, chosen) if len(hosts) else (),
+            fits=self._fits(size, runs, here),
         )
+
+    def _fits(self, size: int, runs: _Runs, here: NDArray[np.bool_]) -> GroupFits | None:
+        """What was measured of such groups, if they have equally many members on each host."""
+        if self._links is None or size == 1 or len(set(runs.length[here].tolist())) > 1:
+            return None
+        touching = np.bincount(runs.place)
+        return self._links.of(size, size // int(runs.length[here][0]),
+                              int(touching[runs.place[here]].max()))
 
     def _device_links(self, runs: _Runs, pairs: NDArray[np.bool_],
                       here: NDArray[np.bool_]) -> tuple[float, float]:
@@ -276,9 +294,14 @@ class Placement:
         latency = np.zeros(len(source))
         self._inside_edges(source, inside, bandwidth, latency)
         self._outside_edges(source, target, ~inside, bandwidth, latency)
+        same_host = bool(inside[chosen].all())
+        fits = None
+        if self._links is not None:
+            # The stages send one after the other: at once are the sends of one stage.
+            at_once = -(-int(np.bincount(source).max()) // len(sender))
+            fits = self._links.of(2, 1 if same_host else 2, at_once)
         return Edge(bytes_per_s=float(bandwidth[chosen].min()),
-                    latency_s=float(latency[chosen].max()),
-                    same_host=bool(inside[chosen].all()))
+                    latency_s=float(latency[chosen].max()), same_host=same_host, fits=fits)
 
     def _inside_edges(self, source: Ints, inside: NDArray[np.bool_], bandwidth: Floats,
                       latency: Floats) -> None:

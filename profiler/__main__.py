@@ -93,6 +93,29 @@ def _model(dtype: str | None, **fields: Any) -> None:
                    f"{len(profile.failures)} could not be; written to {fields['output']}")
 
 
+@commands.command("links")
+@click.option("--max-bytes", "most_bytes", type=click.IntRange(min=2**20, max=2**34),
+              default=64 * 2**20, show_default=True, help="The largest message.")
+@click.option("--most-seconds", "most_s", type=click.FloatRange(min=0.05), default=2.0,
+              show_default=True, help="For one size of one collective.")
+@click.option("--repeats", type=click.IntRange(min=5), default=40, show_default=True,
+              help="Of one size, at most.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[cuda where there is one]")
+@click.option("--no-progress", "--quiet", "-q", "quiet", is_flag=True, help="No progress bar.")
+@click.option("--output", "-o", required=True, metavar="FILE", help="Write the links here.")
+def _links(output: str, quiet: bool, **fields: Any) -> None:
+    """Measure every collective between the processes that torchrun started."""
+    from profiler.errors import InvalidInput
+
+    _check_output(output)
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise InvalidInput("links are between processes: start it with torchrun "
+                           "--nproc-per-node N -m profiler links ...")
+    from profiler.links_command import write_links
+
+    write_links(output, quiet, **fields)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; one clear message for anything a user can cause."""
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -118,7 +119,7 @@ def spread(values: Sequence[float]) -> float:
 
 def median_error(values: Sequence[float]) -> float:
     """Standard error of the median as a share of it: 0.93 IQR / sqrt(n), of a normal sample."""
-    return 0.93 * spread(values) / len(values) ** 0.5
+    return 0.93 * spread(values) / sqrt(len(values))
 
 
 def repeat_until_settled(once: Callable[[], dict[str, float]], judged: Sequence[str],

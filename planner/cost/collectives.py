@@ -15,40 +15,55 @@ NCCL and gloo gather and scatter by rings (NCCL's tuning has no tree for them), 
 or by trees over hosts. Ring and tree: Thakur, Rabenseifner & Gropp, "Optimization of Collective
 Communication Operations in MPICH" (2005); hierarchical: its phases one after the other. The
 bandwidths already carry the link's efficiency and the sharing between groups
-(`planner/topology_groups.py`).
+(`planner/topology_groups.py`). Where a span carries measured collectives, those are taken instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil, log2
 
 from planner.topology_groups import Edge, Span
+from profiler.links import Collective
 
 __all__ = ["all_gather_seconds", "all_reduce_seconds", "reduce_scatter_seconds", "send_seconds"]
 
 
 def all_gather_seconds(num_bytes: float, span: Span) -> float:
     """Every rank ends with the whole tensor of `num_bytes`, of which it held 1/n."""
-    n, h = span.size, span.num_hosts
-    if n == 1 or num_bytes <= 0:
-        return 0.0
-    width = min(span.device_bytes_per_s, span.network_bytes_per_s)
-    return (num_bytes * (n - 1) / n / width
-            + (n - h) * span.device_latency_s + (h if h > 1 else 0) * span.network_latency_s)
+    return _seconds("all_gather", num_bytes, span, _ring)
 
 
 def reduce_scatter_seconds(num_bytes: float, span: Span) -> float:
     """Every rank ends with its 1/n of the sum of tensors of `num_bytes`: an all-gather
     backwards."""
-    return all_gather_seconds(num_bytes, span)
+    return _seconds("reduce_scatter", num_bytes, span, _ring)
 
 
 def all_reduce_seconds(num_bytes: float, span: Span) -> float:
     """Every rank ends with the sum of tensors of `num_bytes`."""
-    n, h = span.size, span.num_hosts
-    if n == 1 or num_bytes <= 0:
+    return _seconds("all_reduce", num_bytes, span, _all_reduce)
+
+
+def _seconds(collective: Collective, num_bytes: float, span: Span,
+             analytic: Callable[[float, Span], float]) -> float:
+    if span.size == 1 or num_bytes <= 0:
         return 0.0
-    ring = 2 * all_gather_seconds(num_bytes, span)
+    if span.fits is None:
+        return analytic(num_bytes, span)
+    return span.fits.or_analytic(collective, num_bytes, analytic(num_bytes, span))
+
+
+def _ring(num_bytes: float, span: Span) -> float:
+    n, h = span.size, span.num_hosts
+    width = min(span.device_bytes_per_s, span.network_bytes_per_s)
+    return (num_bytes * (n - 1) / n / width
+            + (n - h) * span.device_latency_s + (h if h > 1 else 0) * span.network_latency_s)
+
+
+def _all_reduce(num_bytes: float, span: Span) -> float:
+    h = span.num_hosts
+    ring = 2 * _ring(num_bytes, span)
     width = min(span.device_bytes_per_s, span.network_bytes_per_s)
     tree = (2 * num_bytes / width + 2 * (span.max_members_per_host - 1) * span.device_latency_s
             + 2 * ceil(log2(h)) * span.network_latency_s)
@@ -66,4 +81,6 @@ def send_seconds(num_bytes: float, edge: Edge) -> float:
     """One tensor from a pipeline stage to its neighbour."""
     if num_bytes <= 0:
         return 0.0
-    return num_bytes / edge.bytes_per_s + edge.latency_s
+    analytic_s = num_bytes / edge.bytes_per_s + edge.latency_s
+    return analytic_s if edge.fits is None else edge.fits.or_analytic("send", num_bytes,
+                                                                      analytic_s)

@@ -12,11 +12,15 @@ shards of small layers run slower per FLOP, which is what makes a high degree lo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from profiler.device import Device
 from profiler.layer_graph import Extent, LayerKind, Op, Split
 
-__all__ = ["ComputeTimes", "Shard", "layer_compute", "op_seconds", "split_degree"]
+__all__ = ["ComputeTimes", "Shard", "Source", "layer_compute", "op_seconds", "split_degree"]
+
+
+Source = Literal["measured", "extrapolated", "analytic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +37,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTimes:
-    """Seconds of one layer for one micro-batch; recompute is what is added to backward."""
+    """Seconds of one layer for one micro-batch; recompute is what is added to backward.
+
+    source: measured at this size or between measured sizes; extrapolated from the nearest measured
+        size by the analytic form; or analytic alone.
+    """
 
     forward_s: float
     backward_s: float
     recompute_selective_s: float
-
-    @property
-    def recompute_full_s(self) -> float:
-        """Full recompute runs the forward again."""
-        return self.forward_s
+    recompute_full_s: float
+    source: Source = "analytic"
 
 
 _DIVIDED: frozenset[Split] = frozenset({"column", "row", "heads", "feature", "vocabulary"})
@@ -109,4 +114,5 @@ def layer_compute(kind: LayerKind, shard: Shard, device: Device) -> ComputeTimes
         backward += op_backward
         if op.kind not in ("matmul", "attention", "convolution"):
             selective += op_forward  # selective recompute keeps what the others made
-    return ComputeTimes(forward_s=forward, backward_s=backward, recompute_selective_s=selective)
+    return ComputeTimes(forward_s=forward, backward_s=backward, recompute_selective_s=selective,
+                        recompute_full_s=forward)  # it runs the forward again

@@ -30,18 +30,20 @@ from planner.topology_groups import Span
 from profiler.layer_graph import Extent, LayerKind
 
 __all__ = ["Group", "LayerCost", "LayerSeconds", "ParameterCost", "layer_cost", "layer_parameters",
-           "layer_seconds", "overlap_extra_s", "parameter_cost", "tensor_parallel_seconds"]
+           "layer_seconds", "norm_bytes", "overlap_extra_s", "parameter_cost",
+           "tensor_parallel_seconds", "update_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Where one pipeline rank's groups lie, and the slowest of its devices.
 
-    memory_bytes_per_s: of the optimizer's long streams. tp, shard, replicate: the spans of the
-        axes.
+    update_bytes_per_s, norm_bytes_per_s: of the optimizer step, and of the gradient norm. tp,
+        shard, replicate: the spans of the axes.
     """
 
-    memory_bytes_per_s: float
+    update_bytes_per_s: float
+    norm_bytes_per_s: float
     overlap_slowdown: float
     tp: Span
     shard: Span
@@ -99,13 +101,25 @@ def overlap_extra_s(work_s: float, communication_s: float, slowdown: float) -> f
             + (slowdown - 1.0) * min(work_s, communication_s))
 
 
+def update_bytes(request: Request) -> int:
+    """Bytes that the optimizer step moves for one parameter: it, its moments and its gradient are
+    read, it and its moments written."""
+    size = request.bytes
+    return (2 * size.stored_bytes + size.gradient_bytes
+            + 2 * request.num_moments * size.state_bytes)
+
+
+def norm_bytes(request: Request) -> int:
+    """Bytes that the norm moves for one gradient: it is read, and read and written by clipping."""
+    return 3 * request.bytes.gradient_bytes
+
+
 def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, *,
                    each_micro_batch: bool, tensor_parallel_copies: int = 0) -> ParameterCost:
     """Once-a-step costs of parameters held by one tensor-parallel rank.
 
     Reduction: a reduce-scatter over the sharding axis, then an all-reduce of the shard over the
-    replicas (HSDP). Optimizer: parameter, moments and gradient read, parameter and moments written.
-    Norm: the gradient read, and read and written again by clipping.
+    replicas (HSDP). Optimizer and norm: `update_bytes` and `norm_bytes` of each local parameter.
 
     Args:
         tensor_parallel_copies: trainable parameters held whole by each tensor-parallel rank, whose
@@ -117,14 +131,12 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
     replicas_s = all_reduce_seconds(trainable / shard * size.reduce_bytes, group.replicate)
     copies_s = all_reduce_seconds(tensor_parallel_copies * size.reduce_bytes, group.tp)
     local = trainable / shard
-    update_bytes = local * (2 * size.stored_bytes + size.gradient_bytes
-                            + 2 * request.num_moments * size.state_bytes)
     return ParameterCost(
         gather_s=all_gather_seconds((trainable + frozen) * size.compute_bytes, group.shard),
         reduce_s=replicas_s + copies_s + (0.0 if each_micro_batch else scatter_s),
         reduce_each_s=scatter_s if each_micro_batch else 0.0,
-        optimizer_s=update_bytes / group.memory_bytes_per_s,
-        norm_s=3 * local * size.gradient_bytes / group.memory_bytes_per_s)
+        optimizer_s=local * update_bytes(request) / group.update_bytes_per_s,
+        norm_s=local * norm_bytes(request) / group.norm_bytes_per_s)
 
 
 def layer_parameters(kind: LayerKind, shard: Shard, group: Group, request: Request, *,

@@ -169,6 +169,8 @@ def _throughput(subject: Subject) -> Table:
     if prediction.sources:
         rows.append(("sources", ", ".join(f"{printable(term(what))} {printable(how)}"
                                           for what, how in prediction.sources.items())))
+    if prediction.measured_share:
+        rows.append(("measured", f"{share(prediction.measured_share)} of the step"))
     return lines(rows)
 
 

@@ -21,6 +21,7 @@ from planner.costing import Coster
 from profiler.errors import InvalidInput
 from tests.planner.brute_force import BruteForce
 from tests.planner.instances import make_instance
+from tests.planner.measured_instances import make_measured
 
 FIRST, PER_CHUNK, CHUNKS = 1000, 20, 18
 NUM_TWICE = 100
@@ -65,6 +66,18 @@ def test_search_equals_brute_force_for_other_targets(chunk: int) -> None:
             gradient_sync_per_micro_batch_with_pipeline=rng.random() < 0.6,
             min_micro_batches_1f1b=rng.choice(["one", "stages"]),
             reshard_per_layer=rng.random() < 0.7, tensor_parallel_per_layer=rng.random() < 0.7)
+        found, legal = search(coster)
+        best = BruteForce(coster).best()
+        assert legal == (best.num_candidates > 0), seed
+        assert (found.step_s if found else inf) == pytest.approx(best.step_s, rel=TOLERANCE), seed
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_search_equals_brute_force_on_measured_costs(chunk: int) -> None:
+    """Measured seconds are bound by no formula: a larger micro-batch or degree may be cheaper."""
+    for seed in range(41_000 + chunk * 15, 41_015 + chunk * 15):
+        instance = make_measured(seed)
+        coster = Coster(instance.graph, instance.topology, instance.request)
         found, legal = search(coster)
         best = BruteForce(coster).best()
         assert legal == (best.num_candidates > 0), seed

@@ -40,8 +40,8 @@ def span(size: int, bytes_per_s: float = 1e11) -> Span:
 
 
 def group(*, tp: int = 1, shard: int = 1, replicate: int = 1, slowdown: float = 1.0) -> Group:
-    return Group(memory_bytes_per_s=1e12, overlap_slowdown=slowdown, tp=span(tp),
-                 shard=span(shard), replicate=span(replicate))
+    return Group(update_bytes_per_s=1e12, norm_bytes_per_s=1e12, overlap_slowdown=slowdown,
+                 tp=span(tp), shard=span(shard), replicate=span(replicate))
 
 
 KIND = LayerKind(
@@ -150,7 +150,8 @@ def test_a_layer_held_whole_gathers_the_sequence_and_no_more() -> None:
     assert tensor_parallel_seconds(KIND, whole, plain, span(4), per_token(500)) == (0, 0, 0)
 
 
-COMPUTE = ComputeTimes(forward_s=1.0, backward_s=2.0, recompute_selective_s=0.25)
+COMPUTE = ComputeTimes(forward_s=1.0, backward_s=2.0, recompute_selective_s=0.25,
+                       recompute_full_s=1.0)
 ONCE = ParameterCost(gather_s=0.4, reduce_s=0.0, reduce_each_s=0.0, optimizer_s=0.0, norm_s=0.0)
 MEMORY = layer_memory(KIND, Choice(), SHARD, request=REQUEST, dp_shard=4,
                       unsharded_gradients=False)

@@ -1,0 +1,134 @@
+"""The Links document: measured collectives of one machine or cluster, and what was fitted to them.
+
+Each fit is of one collective over groups of one shape: `group_size` members on `num_hosts` hosts,
+`groups_at_once` groups on each host running it at the same time. Its bytes are those of the whole
+tensor: what a rank has after an all-gather or before a reduce-scatter, all-reduce or all-to-all.
+
+    seconds(bytes) = latency_s + bytes * s_per_byte       fitted to the low percentile of repeats
+
+Small messages of gloo take one of two times, so that a mean says little: the low percentile is
+what is fitted, and the median is kept beside it. Between measured sizes the points are followed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from annotated_types import Ge, Gt, Le, Len, MaxLen
+from pydantic import ConfigDict
+
+from profiler.documents import STRICT
+
+__all__ = ["COLLECTIVES", "Collective", "LinkFit", "LinkPoint", "Links", "fit_line"]
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+                                       "send")
+
+Name = Annotated[str, MaxLen(400)]
+Seconds = Annotated[float, Gt(0), Le(1e6)]
+Count = Annotated[int, Ge(1), Le(2**20)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPoint:
+    """One size: the low percentile of its repeats, and their median."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    num_bytes: Annotated[int, Ge(1), Le(2**50)]
+    low_s: Seconds
+    median_s: Seconds
+    num_repeats: Annotated[int, Ge(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFit:
+    """One collective over groups of one shape.
+
+    error: the largest relative error of the line at a measured size of 1 MiB or more.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    collective: Collective
+    group_size: Annotated[int, Ge(2), Le(2**20)]
+    num_hosts: Count = 1
+    groups_at_once: Count = 1
+    latency_s: Annotated[float, Ge(0), Le(1e6)]
+    s_per_byte: Annotated[float, Ge(0), Le(1e3)]
+    error: Annotated[float, Ge(0)]
+    points: Annotated[tuple[LinkPoint, ...], Len(2, 200)]
+
+    def __post_init__(self) -> None:
+        if any(a.num_bytes >= b.num_bytes for a, b in pairwise(self.points)):
+            raise ValueError("points: num_bytes must increase")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the line says of long messages."""
+        return 1.0 / self.s_per_byte if self.s_per_byte > 0 else float("inf")
+
+    def is_measured(self, num_bytes: float) -> bool:
+        """Whether it lies between measured sizes."""
+        return self.points[0].num_bytes <= num_bytes <= self.points[-1].num_bytes
+
+    def seconds(self, num_bytes: float) -> float:
+        """Between measured sizes linear in bytes; below as the smallest; above on by the line."""
+        first, last = self.points[0], self.points[-1]
+        if num_bytes <= first.num_bytes:
+            return first.low_s
+        if num_bytes >= last.num_bytes:
+            return last.low_s + (num_bytes - last.num_bytes) * self.s_per_byte
+        right = bisect_right(self.points, num_bytes, key=lambda point: point.num_bytes)
+        low, high = self.points[right - 1], self.points[right]
+        weight = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
+        return low.low_s * (1 - weight) + high.low_s * weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What was measured between the processes of one run.
+
+    overlap_slowdown: factor on compute time while a collective runs beside it.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    meshwright: Literal["Links"] = "Links"
+    version: Literal[1] = 1
+    hardware: Name
+    backend: Literal["nccl", "gloo"]
+    versions: dict[Name, Name]
+    date: Name
+    num_hosts: Count = 1
+    processes_per_host: Count
+    fits: Annotated[tuple[LinkFit, ...], MaxLen(10_000)]
+    overlap_slowdown: Annotated[float, Ge(1), Le(10)] | None = None
+    busy: Annotated[tuple[Annotated[str, Len(1, 1000)], ...], MaxLen(100)] = ()
+
+
+def fit_line(points: Sequence[LinkPoint]) -> tuple[float, float, float]:
+    """(latency_s, s_per_byte, error) of the line with the least squares of relative errors.
+
+    Small messages say what the latency is and large ones what the bandwidth: relative errors weigh
+    them alike. Neither is let below zero.
+    """
+    sizes = np.array([point.num_bytes for point in points], dtype=float)
+    seconds = np.array([point.low_s for point in points])
+    matrix = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+    latency, slope = np.linalg.lstsq(matrix, np.ones_like(sizes), rcond=None)[0]
+    if slope < 0:
+        latency, slope = float(np.median(seconds)), 0.0
+    if latency < 0:
+        ratio = sizes / seconds  # through the origin: minimise the sum of (slope * ratio - 1)^2
+        latency, slope = 0.0, float(ratio.sum() / (ratio**2).sum())
+    large = sizes >= 2**20
+    chosen = large if large.any() else np.ones_like(large)
+    error = np.abs((latency + slope * sizes) / seconds - 1)[chosen].max()
+    return float(latency), float(slope), float(error)

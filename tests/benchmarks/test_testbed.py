@@ -14,9 +14,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks import testbed
-from benchmarks.testbed import Host, TestBed, Unavailable, why_unavailable
+from benchmarks.testbed import Host, TestBed, Unavailable
 
-WHY_NOT = why_unavailable()
+
+def _why_not() -> str | None:
+    try:
+        with TestBed(hosts=(Host(),), memory_bytes=2**30) as bed:
+            bed.run([["true"]], timeout_s=30)
+    except Unavailable as reason:
+        return str(reason)
+    return None
+
+
+WHY_NOT = _why_not()
 
 
 def left_behind(name: str) -> list[str]:
@@ -37,7 +47,12 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         TestBed(hosts=(Host(),)).__enter__()
 
 
-if WHY_NOT is None:
+if WHY_NOT is not None:
+
+    def test_refuses_politely() -> None:
+        assert WHY_NOT, "a refusal has a reason"
+
+else:
 
     def test_hosts_reach_each_other_and_are_limited() -> None:
         hosts = (Host(core_share=0.5), Host(num_processes=2, core_share=0.25))

@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.capabilities import Capabilities, load_capabilities
+from planner.division import divisible
 from planner.layout import Choice, Layout
 from profiler.documents import digest
 from profiler.errors import InvalidInput, UnsupportedLayout
-from profiler.layer_graph import LayerGraph
+from profiler.layer_graph import LayerGraph, LayerKind
 
 __all__ = ["check_layout", "check_model", "choices", "stage_of_layers"]
+
+MAX_DEGREE = 1024
+"""The largest tensor-parallel degree that a message lists."""
 
 MAX_LISTED = 8
 """How many layers one violation names before it says how many more there are."""
@@ -87,9 +91,9 @@ def _features(layout: Layout, known: Capabilities) -> Iterator[str]:
     for axis, degree in (("cp", mesh.cp), ("ep", mesh.ep)):
         if degree > 1:
             yield f"{axis} is {degree}: the executor runs only {axis} = 1"
-    if layout.request.precision == "fp16-mixed":
-        yield ("precision fp16-mixed needs dynamic loss scaling, which the executor has not; "
-               "use bf16-mixed, bf16 or fp32")
+    if layout.request.precision not in known.precisions:
+        yield (f"precision {layout.request.precision}: the executor runs "
+               f"{', '.join(known.precisions)} (fp16 needs dynamic loss scaling, which it has not)")
     if mesh.pp > 1 and layout.schedule.gradient_sync == "each_micro_batch" \
             and not known.gradient_sync_per_micro_batch_with_pipeline:
         yield ("gradient_sync each_micro_batch needs pp = 1 (torch reduces once a step within a "
@@ -128,8 +132,9 @@ def _tensor_parallel(layout: Layout, graph: LayerGraph, known: Capabilities) -> 
     tp = layout.mesh.tp
     if tp == 1:
         return
-    if graph.sample != "tokens":
-        yield f"tp {tp}: only models of tokens are divided, {graph.name!r} takes {graph.sample}"
+    if graph.sample not in known.tensor_parallel_samples:
+        yield (f"tp {tp}: only models of {', '.join(known.tensor_parallel_samples)} are divided, "
+               f"{graph.name!r} takes {graph.sample}")
         return
     if layout.request.seq_len % tp:
         yield (f"tp {tp} must divide seq_len {layout.request.seq_len} (sequence parallelism); "
@@ -142,12 +147,10 @@ def _tensor_parallel(layout: Layout, graph: LayerGraph, known: Capabilities) -> 
         if split is None or not chosen[index].tensor_parallel or layer.kind in seen:
             continue
         seen.add(layer.kind)
-        for name, size in split.divides.items():
-            if name == "vocabulary" and known.pad_vocabulary:
-                continue
-            if size % tp:
-                yield (f"tp {tp} does not divide {name} {size} of layer {index} ({layer.name}); "
-                       f"legal degrees: {_divisors(size)}, or tensor_parallel false for it")
+        kind = graph.kind_of(index)
+        for problem in divisible(kind, tp, known):
+            yield (f"tp {tp}: layer {index} ({layer.name}): {problem}; legal degrees: "
+                   f"{_degrees(kind, known)}, or tensor_parallel false for it")
     for tie in graph.ties:
         kept = {chosen[index].tensor_parallel for index, _ in tie.places}
         if len(kept) > 1:
@@ -156,5 +159,12 @@ def _tensor_parallel(layout: Layout, graph: LayerGraph, known: Capabilities) -> 
                    f"for all of them")
 
 
+def _degrees(kind: LayerKind, known: Capabilities) -> str:
+    """The degrees that divide a layer."""
+    assert kind.tensor_parallel is not None
+    most = min(max(kind.tensor_parallel.divides.values()), MAX_DEGREE)
+    return ", ".join(str(n) for n in range(1, most + 1) if n == 1 or not divisible(kind, n, known))
+
+
 def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, min(number, 1024) + 1) if number % n == 0)
+    return ", ".join(str(n) for n in range(1, min(number, MAX_DEGREE) + 1) if number % n == 0)

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from executor.data_parallel import compute_dtype, shard_stage, stored_dtype
-from executor.legality import check_layout, check_model, stage_of_layers
+from executor.legality import check_layout, check_model, choices, stage_of_layers
 from executor.losses import Loss
 from executor.mesh import ParallelMesh, build_mesh
 from executor.pipeline import SharedParameter, local_stages
 from executor.random_state import RandomStreams
 from executor.run import Run
 from executor.stage import StageModule, copy_with, drop_parameters
+from executor.statistics import has_statistics, synchronize_statistics
 from executor.tensor_parallel import TensorParallel
 from planner.layout import Layout
 from profiler.errors import InvalidInput, UnsupportedLayout
@@ -99,19 +100,25 @@ def _check_modules(model: nn.Module, layout: Layout, graph: LayerGraph) -> None:
         problems.append(
             f"parameters outside every layer ({', '.join(outside[:4])}) cannot be cut or divided: "
             f"pp {mesh.pp} and tp {mesh.tp} must be 1")
-    recomputes = any(c.recompute != "none" for s in layout.stages for _, c in s.iter_layers())
-    statistics = [name for name, module in model.named_modules()
-                  if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
-    if statistics and (mesh.dp > 1 or count > 1 or recomputes):
+    chosen = choices(layout)
+    statistics = [index for index, module in enumerate(modules)
+                  if any(has_statistics(inner) for inner in module.modules())]
+    again = [index for index in statistics if chosen[index].recompute != "none"]
+    if statistics and count > 1:
         problems.append(
-            f"batch normalization ({', '.join(statistics[:4])}{' ...' if statistics[4:] else ''}) "
-            f"takes its "
-            f"statistics from one micro-batch of one rank, not from the global batch: it needs dp "
-            f"1, one micro-batch "
-            f"and no recompute (got dp {mesh.dp}, {count} micro-batches), or eval(), or another "
-            f"norm")
+            f"batch normalization ({_listed(graph, statistics)}) takes its statistics from one "
+            f"micro-batch, not from the global batch: it needs one micro-batch (got {count}), or "
+            f"eval(), or another norm")
+    if again:
+        problems.append(f"batch normalization ({_listed(graph, again)}) would count its "
+                        f"statistics twice with recompute: these layers need recompute none")
     if problems:
         raise UnsupportedLayout(problems)
+
+
+def _listed(graph: LayerGraph, indices: list[int]) -> str:
+    names = [graph.layers[index].name for index in indices]
+    return f"{', '.join(names[:4])}{' ...' if names[4:] else ''}"
 
 
 def _prepare(model: nn.Module, layout: Layout) -> None:
@@ -159,22 +166,23 @@ def _copy(parameter: nn.Parameter, is_shared: bool) -> nn.Parameter:
 
 def _stage(model: nn.Module, layout: Layout, graph: LayerGraph, mesh: ParallelMesh, loss: Loss,
            number: int, shared: set[int], tensor_parallel: TensorParallel | None) -> StageModule:
-    choices = dict(layout.stages[number].iter_layers())
+    chosen = dict(layout.stages[number].iter_layers())
     names = [layer.name for layer in graph.layers]
     if layout.mesh.pp > 1:
         modules = layer_modules(model, names)
-        own = {id(p) for index in choices for p in modules[index].parameters()}
+        own = {id(p) for index in chosen for p in modules[index].parameters()}
         original = model
         model = copy_with(model, lambda p: _copy(p, id(p) in shared) if id(p) in own else None)
         modules = layer_modules(model, names)
-        drop_parameters(model, original, [modules[index] for index in choices])
+        drop_parameters(model, original, [modules[index] for index in chosen])
     model.to(mesh.device)
+    synchronize_statistics(model, mesh)
     if tensor_parallel is not None:
         modules = layer_modules(model, names)
-        for index, choice in choices.items():
+        for index, choice in chosen.items():
             tensor_parallel.divide(index, names[index], modules[index], graph.kind_of(index),
                                    choice)
-    stage = StageModule(model, names, choices, loss=loss, is_last=number == len(layout.stages) - 1,
+    stage = StageModule(model, names, chosen, loss=loss, is_last=number == len(layout.stages) - 1,
                         tensor_parallel=tensor_parallel,
                         input_dtype=compute_dtype(layout.request.bytes))
     fused = {} if tensor_parallel is None else {

@@ -11,8 +11,8 @@ glue code sees the whole sequence's shape. Inside a layer everything is local, b
     sequence   a norm: works on the shard, its gradient is a sum over ranks.
     whole      gathered, computed alike by every rank, sharded again; its gradients are alike.
 
-How each parameter is divided is the LayerGraph's word (`Parameter.split`); which modules' code
-stands it, `profiler.families.FAMILIES`.
+How each parameter is divided is the LayerGraph's word (`Parameter.split`), or a plan's; which
+modules' code stands it, `planner.division`; what they need besides, `profiler.families.FAMILIES`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from executor.collectives import gather_sequence, reduce_scatter_sequence
 from executor.fused import interleaved
 from executor.random_state import RandomStreams
+from planner.division import kv_copies, kv_parameters
 from planner.layout import Choice
 from profiler.errors import InternalError, UnsupportedLayout
 from profiler.families import FAMILIES, NORMS
@@ -99,15 +100,15 @@ class TensorParallel:
         elif choice.tensor_parallel and type(module).__name__.endswith(NORMS):
             role = "sequence"
         self._roles[index] = role
-        if role == "divided":
-            self._check_families(name, module, {p.name for p in splits.values()
-                                                if p.split != "vocabulary"})
         parents = dict(module.named_modules())
         # a parameter with two names inside the layer is in the graph by the first
         own = dict(module.named_parameters(remove_duplicate=False))
         by_id = {id(own[p]): split for p, split in splits.items() if p in own}
+        copies = kv_copies(kind, self.degree) if role == "divided" else 1
+        shared_kv = kv_parameters(kind) if copies > 1 else ()
         for path, inner in list(module.named_modules()):
             split_of: dict[str, str] = {}
+            slices: dict[str, int] = {}
             for key, parameter in list(inner._parameters.items()):
                 if parameter is None:
                     continue
@@ -116,27 +117,14 @@ class TensorParallel:
                 if split is not None:
                     split_of[key] = split.split
                 factor = _fused_factor(parents, full) if split is not None else 1
-                inner._parameters[key] = self._distributed(
-                    f"{name}.{full}", parameter, split.split_dim if split else None, factor)
+                dim = split.split_dim if split is not None else None
+                if split is not None and split.name in shared_kv:
+                    slices[key], dim = split.split_dim or 0, None
+                inner._parameters[key] = self._distributed(f"{name}.{full}", parameter, dim, factor)
             if role == "divided":
-                self._change(inner, split_of)
-            self._use_local_parameters(inner, Replicate() if role == "whole" else Partial())
-
-    def _check_families(self, name: str, module: nn.Module, divided: set[str]) -> None:
-        parents = dict(module.named_modules())
-        unknown = set()
-        for full in divided:
-            owner = full.rpartition(".")[0]
-            inner = parents.get(owner)
-            caller = inner if type(inner).__name__ in FAMILIES else parents.get(
-                owner.rpartition(".")[0])
-            if type(caller).__name__ not in FAMILIES:
-                unknown.add(type(caller).__name__)
-        if unknown:
-            raise UnsupportedLayout(
-                f"layer {name}: the executor does not know how to divide "
-                f"{', '.join(sorted(unknown))}; "
-                f"known: {', '.join(FAMILIES)}. Set tensor_parallel false for the layer, or tp 1")
+                self._change(inner, split_of, copies)
+            self._use_local_parameters(inner, Replicate() if role == "whole" else Partial(),
+                                       slices, self.degree // copies)
 
     def _distributed(self, name: str, parameter: nn.Parameter, dim: int | None,
                      factor: int) -> nn.Parameter:
@@ -158,9 +146,12 @@ class TensorParallel:
         self._made[parameter] = self._made[made] = made
         return made
 
-    def _change(self, module: nn.Module, split_of: dict[str, str]) -> None:
+    def _change(self, module: nn.Module, split_of: dict[str, str], copies: int) -> None:
         family = FAMILIES.get(type(module).__name__)
         if family is not None:
+            for attribute in family.group_attributes:
+                if hasattr(module, attribute):
+                    setattr(module, attribute, getattr(module, attribute) // copies)
             for attribute in family.divided_attributes:
                 setattr(module, attribute, getattr(module, attribute) // self.degree)
             if family.gathers_input:
@@ -174,6 +165,7 @@ class TensorParallel:
                 self._wrap(module, self._sharded_lookup)
             return
         if isinstance(module, nn.Embedding):
+            self._move_padding(module)
             self._wrap(module, self._vocabulary_lookup)
         elif split == "row":
             self._wrap(module, self._row)
@@ -188,8 +180,13 @@ class TensorParallel:
         forward = module.forward
         vars(module)["forward"] = lambda *a, **k: around(module, forward, *a, **k)
 
-    def _use_local_parameters(self, module: nn.Module, gradient: Any) -> None:
-        """While `module` runs, its parameters are this rank's local tensors."""
+    def _use_local_parameters(self, module: nn.Module, gradient: Any, slices: dict[str, int],
+                              num_slices: int) -> None:
+        """While `module` runs, its parameters are this rank's local tensors.
+
+        slices: of parameters that every rank holds whole, the dim of which this rank takes one of
+            `num_slices` parts (KV heads that several ranks share): the rest gets no gradient here.
+        """
         names = [key for key, p in module._parameters.items() if p is not None]
         if not names:
             return
@@ -201,7 +198,11 @@ class TensorParallel:
                 parameter = module._parameters[key]
                 placements = [gradient if isinstance(p, Replicate) else p
                               for p in parameter.placements]
-                own[key] = parameter.to_local(grad_placements=placements)
+                local = parameter.to_local(grad_placements=placements)
+                if key in slices:
+                    part = self.mesh.get_local_rank() * num_slices // self.degree
+                    local = local.chunk(num_slices, slices[key])[part]
+                own[key] = local
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -246,16 +247,19 @@ class TensorParallel:
         return forward(ids.narrow(1, self.mesh.get_local_rank() * width, width))
 
     def _vocabulary_lookup(self, module: Any, forward: Any, ids: torch.Tensor) -> torch.Tensor:
-        table = module.weight
+        """Each rank looks up the tokens of its part of the table; the sum has them all."""
         first = self.mesh.get_local_rank() * -(-module.num_embeddings // self.degree)
-        mine = (ids >= first) & (ids < first + table.shape[0])
-        padding = module.padding_idx
-        if padding is not None:
-            padding -= first
-            padding = padding if 0 <= padding < table.shape[0] else None
-        found = F.embedding((ids - first) * mine, table, padding)
-        found = found * mine.unsqueeze(-1)
-        return reduce_scatter_sequence(found, self.group)
+        mine = (ids >= first) & (ids < first + module.weight.shape[0])
+        found = forward((ids - first) * mine)  # a subclass may do more than look up: a scale
+        return reduce_scatter_sequence(found * mine.unsqueeze(-1), self.group)
+
+    def _move_padding(self, module: nn.Embedding) -> None:
+        """The padding token by its place in this rank's part of the table, if it is there."""
+        rows = -(-module.num_embeddings // self.degree)
+        if module.padding_idx is not None:
+            local = module.padding_idx - self.mesh.get_local_rank() * rows
+            last = min(rows, module.num_embeddings - self.mesh.get_local_rank() * rows)
+            module.padding_idx = local if 0 <= local < last else None  # type: ignore[assignment]
 
     # ---- running a layer ----
 

@@ -16,10 +16,11 @@ from pydantic import ConfigDict
 from profiler.documents import STRICT, load
 from profiler.errors import UnknownName
 
-__all__ = ["Capabilities", "RecomputeMode", "ScheduleName", "load_capabilities"]
+__all__ = ["Capabilities", "PrecisionName", "RecomputeMode", "ScheduleName", "load_capabilities"]
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
 RecomputeMode = Literal["none", "selective", "full"]
+PrecisionName = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
 
 _FILES = {"executor": Path(__file__).parent.parent / "executor" / "capabilities.json"}
 
@@ -35,6 +36,12 @@ class Capabilities:
     gradient_sync_per_micro_batch_with_pipeline: gradients reduced after each micro-batch although
         there are pipeline stages; otherwise they accumulate whole and are reduced at the end.
     gradient_overlap_with_pipeline: that last reduction runs beside the last backward.
+    tensor_parallel_samples: the kinds of models that tensor parallelism divides.
+    tensor_parallel_classes: of the classes whose code counts on heads, or on all tokens
+        (`TensorParallel.callers`), those that can be divided; null: all.
+    outside_parameters: parameters outside every layer may be divided and cut into stages.
+    batch_statistics: batch normalization over the whole batch with several micro-batches and with
+        recompute; otherwise only in one micro-batch, not recomputed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -52,6 +59,11 @@ class Capabilities:
     gradient_overlap_with_pipeline: bool
     min_micro_batches_1f1b: Literal["stages", "one"]
     interleaved_micro_batches: Literal["multiple_of_pp", "any"]
+    precisions: tuple[PrecisionName, ...]
+    tensor_parallel_samples: tuple[Literal["tokens", "images", "features"], ...]
+    tensor_parallel_classes: tuple[str, ...] | None
+    outside_parameters: bool
+    batch_statistics: bool
 
 
 @functools.cache

@@ -39,6 +39,7 @@ from planner.cost.memory import (
     local_parameters,
     total_memory,
 )
+from planner.division import tie_divides
 from planner.layout import Axis, Choice, Mesh, Schedule
 from planner.link_fits import LinkTable
 from planner.measured import SOURCES, MeasuredLayers, choose_profile
@@ -359,7 +360,8 @@ class Coster:
         layer, name = self.chain.tied_places[group][0]
         kind = self.graph.kind_of(layer)
         others = frozenset(p.name for p in kind.parameters if p.name != name)
-        trainable, frozen = local_parameters(kind, candidate.mesh.tp, others)
+        tp = self._tie_degree(group, candidate)
+        trainable, frozen = local_parameters(kind, tp, others)
         size, shard = self.request.bytes, candidate.mesh.dp_shard
         parameters = parameter_cost(trainable, frozen, context.group, self.request,
                                     each_micro_batch=candidate.each_micro_batch)
@@ -377,12 +379,17 @@ class Coster:
                   for x in (gradient + state + stored + copy, temporary)]
         return TieCost(static_bytes=blocks[0], temporary_bytes=blocks[1], parameters=parameters)
 
+    def _tie_degree(self, group: int, candidate: Candidate) -> int:
+        """Over how many ranks a tied parameter is divided."""
+        tp = candidate.mesh.tp
+        return tp if tp == 1 or tie_divides(self.graph, group, tp, self.capabilities) else 1
+
     def tie_reduction_s(self, group: int, candidate: Candidate) -> float:
         """All-reduce of a tied gradient between two pipeline ranks that hold the parameter."""
         layer, name = self.chain.tied_places[group][0]
         kind = self.graph.kind_of(layer)
         others = frozenset(p.name for p in kind.parameters if p.name != name)
-        trainable, _ = local_parameters(kind, candidate.mesh.tp, others)
+        trainable, _ = local_parameters(kind, self._tie_degree(group, candidate), others)
         num_bytes = trainable * self.request.bytes.reduce_bytes / candidate.mesh.dp_shard
         mesh = candidate.mesh
         edge = self.placement(mesh).pipeline_edge(mesh.stride("pp"), degree=mesh.pp, wrap=True)

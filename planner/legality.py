@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from itertools import islice
 
 from planner.costing import Coster
+from planner.division import divisible
 from planner.layout import AXES, Axis, Layout, Mesh
-from planner.problem import divisible
-from planner.space import divisors, legal_tensor_degrees
+from planner.space import (
+    divisors,
+    legal_tensor_degrees,
+    model_limits,
+    needs_one_micro_batch,
+)
 from profiler.errors import InvalidInput, UnsupportedLayout
 
-__all__ = ["check_legal", "check_request", "padding_notes", "violations"]
+__all__ = ["check_legal", "check_plannable", "check_request", "padding_notes", "violations"]
 
 MOST_PRODUCTS = 6
 """Legal products of degrees that a message lists."""
@@ -33,6 +38,18 @@ def check_request(coster: Coster) -> None:
     if graph.fixed_seq_len is not None and seq_len != graph.fixed_seq_len:
         raise InvalidInput(f"sequence length {seq_len}: {graph.name} was traced at "
                            f"{graph.fixed_seq_len} and has no other")
+
+
+def check_plannable(coster: Coster) -> None:
+    """Refuse a request for which no layout would run on its target.
+
+    Raises:
+        InvalidInput: a precision that the target has not.
+    """
+    capabilities, precision = coster.capabilities, coster.request.precision
+    if precision not in capabilities.precisions:
+        raise InvalidInput(f"precision {precision}: {capabilities.target} runs "
+                           f"{', '.join(capabilities.precisions)}")
 
 
 def check_legal(coster: Coster, layout: Layout) -> None:
@@ -156,7 +173,8 @@ def _stages(coster: Coster, layout: Layout) -> list[str]:
 
 def _choices(coster: Coster, layout: Layout) -> list[str]:
     capabilities, tp = coster.capabilities, layout.mesh.tp
-    problems: dict[str, None] = {}
+    problems = dict.fromkeys(model_limits(coster, tp=tp, pp=layout.mesh.pp))
+    problems |= dict.fromkeys(_batch_statistics(coster, layout))
     if (tp > 1 and coster.graph.sample == "tokens" and capabilities.sequence_parallel
             and coster.seq_len % tp):
         problems[f"sequence length {coster.seq_len} is not divisible by tp {tp} "
@@ -169,13 +187,27 @@ def _choices(coster: Coster, layout: Layout) -> list[str]:
             for layer in range(run.first_layer, run.first_layer + run.num_layers):
                 if tp == 1 or not run.choice.tensor_parallel:
                     continue
-                for why in divisible(coster.graph.kind_of(layer), tp,
-                                     replicate_kv_heads=capabilities.replicate_kv_heads,
-                                     pad_vocabulary=capabilities.pad_vocabulary):
+                for why in divisible(coster.graph.kind_of(layer), tp, capabilities):
                     legal = legal_tensor_degrees(coster, coster.topology.num_devices)
                     problems[f"tp {tp}: {why}; legal degrees of {coster.graph.name}: "
                              f"{', '.join(map(str, legal))}"] = None
     return list(problems)
+
+
+def _batch_statistics(coster: Coster, layout: Layout) -> list[str]:
+    if coster.capabilities.batch_statistics:
+        return []
+    names = [coster.graph.layers[layer].name for stage in layout.stages
+             for layer, choice in stage.iter_layers() if choice.recompute != "none"
+             and coster.graph.kind_of(layer).batch_statistics]
+    problems = []
+    if layout.num_micro_batches > 1 and needs_one_micro_batch(coster):
+        problems.append(f"{layout.num_micro_batches} micro-batches: {coster.graph.name} normalizes "
+                        "by statistics of the batch, so it needs one")
+    if names:
+        problems.append(f"recompute of {', '.join(names[:4])}{' ...' if names[4:] else ''}: batch "
+                        "normalization would count its statistics twice")
+    return problems
 
 
 def padding_notes(coster: Coster, tp: int) -> list[str]:

@@ -14,10 +14,10 @@ from planner.chain import Run
 from planner.cost.layer import LayerCost
 from planner.cost.pipeline import first_moment, in_flight
 from planner.costing import Candidate, Coster, CutCost, RankContext, TieCost
+from planner.division import divisible, tie_divides
 from planner.layout import Choice
-from profiler.layer_graph import LayerKind
 
-__all__ = ["Option", "StageProblem", "choices_for", "divisible", "least_receive", "make_problem"]
+__all__ = ["Option", "StageProblem", "choices_for", "least_receive", "make_problem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,39 +134,27 @@ class StageProblem:
         return table[sender][last]
 
 
-def divisible(kind: LayerKind, tp: int, *, replicate_kv_heads: bool, pad_vocabulary: bool
-              ) -> list[str]:
-    """Why a layer cannot be divided over `tp` ranks; empty if it can (or has nothing to divide)."""
-    if kind.tensor_parallel is None:
-        return []
-    problems = []
-    for name, size in kind.tensor_parallel.divides.items():
-        if name == "vocabulary" and pad_vocabulary:
-            continue
-        if name == "kv_heads" and replicate_kv_heads and tp % size == 0:
-            continue
-        if size % tp:
-            problems.append(f"{name} {size} is not divisible by {tp}")
-    return problems
-
-
 def choices_for(coster: Coster, run: Run, candidate: Candidate) -> list[Choice]:
     """Every choice that is legal for the layers of a run, in a fixed order."""
     capabilities, request, mesh = coster.capabilities, coster.request, candidate.mesh
     kind = coster.graph.kinds[run.kind]
     recompute = [mode for mode in capabilities.recompute
                  if request.recompute in (None, mode)]
+    if kind.batch_statistics and not capabilities.batch_statistics:
+        recompute = ["none"]  # or statistics would be counted twice
     reshard = [mesh.dp_shard > 1]
     if mesh.dp_shard > 1 and capabilities.reshard_per_layer:
         reshard = [True, False]
     if run.tied:
         reshard = [False]  # a tied parameter lives in the root unit, which stays gathered
     whole = [True]
-    if mesh.tp > 1 and kind.tensor_parallel is not None:
-        if divisible(kind, mesh.tp, replicate_kv_heads=capabilities.replicate_kv_heads,
-                     pad_vocabulary=capabilities.pad_vocabulary):
+    if mesh.tp > 1 and run.tied:
+        whole = [all(tie_divides(coster.graph, group, mesh.tp, capabilities)
+                     for group, _ in run.tied)]
+    elif mesh.tp > 1 and kind.tensor_parallel is not None:
+        if divisible(kind, mesh.tp, capabilities):
             whole = [False]
-        elif capabilities.tensor_parallel_per_layer and not run.tied:
+        elif capabilities.tensor_parallel_per_layer:
             whole = [True, False]
     return [Choice(recompute=r, reshard=s, tensor_parallel=t)
             for r, s, t in product(recompute, reshard, whole)]

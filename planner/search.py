@@ -21,7 +21,7 @@ from planner.layout import (
     Reference,
     Stage,
 )
-from planner.legality import check_legal, check_request, padding_notes
+from planner.legality import check_legal, check_plannable, check_request, padding_notes
 from planner.pricing import predict, step_terms
 from planner.request import Request
 from planner.topology import Topology
@@ -50,6 +50,7 @@ def search(graph: LayerGraph, topology: Topology, request: Request, *,
     """
     coster = Coster(graph, topology, request)
     check_request(coster)
+    check_plannable(coster)
     try:
         outcome = run_search(coster, progress=progress, time_limit_s=time_limit_s)
     except KeyboardInterrupt:

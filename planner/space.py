@@ -25,12 +25,12 @@ from typing import Literal
 import numpy as np
 
 from planner.costing import Candidate, Coster
+from planner.division import divisible, has_outside_parameters
 from planner.layout import Axis, Mesh, Schedule
-from planner.problem import divisible
 from profiler.errors import InvalidInput
 
 __all__ = ["Row", "candidates", "divisors", "host_group_orders", "legal_tensor_degrees", "meshes",
-           "rows", "space_size"]
+           "model_limits", "needs_one_micro_batch", "rows", "space_size"]
 
 MAX_GROUP_ORDERS = 24
 """Host-group orders tried: all of them up to four groups, else as listed, reversed and by speed."""
@@ -60,6 +60,8 @@ def legal_tensor_degrees(coster: Coster, most: int) -> list[int]:
     sequence.
     """
     graph, capabilities = coster.graph, coster.capabilities
+    if graph.sample not in capabilities.tensor_parallel_samples or is_uncut(coster):
+        return [1]
     work = {name: sum(op.flops.at(1, coster.seq_len) for op in kind.ops)
             for name, kind in graph.kinds.items()}
     counts = dict.fromkeys(graph.kinds, 0)
@@ -74,12 +76,22 @@ def legal_tensor_degrees(coster: Coster, most: int) -> list[int]:
                 coster.seq_len % degree):
             continue
         divided = sum(work[name] * counts[name] for name, kind in graph.kinds.items()
-                      if kind.tensor_parallel is not None and not divisible(
-                          kind, degree, replicate_kv_heads=capabilities.replicate_kv_heads,
-                          pad_vocabulary=capabilities.pad_vocabulary))
+                      if kind.tensor_parallel is not None
+                      and not divisible(kind, degree, capabilities))
         if degree == 1 or (total and 2 * divided >= total):
             legal.append(degree)
     return legal
+
+
+def is_uncut(coster: Coster) -> bool:
+    """Whether the target can neither divide the model nor cut it into stages."""
+    return not coster.capabilities.outside_parameters and has_outside_parameters(coster.graph)
+
+
+def needs_one_micro_batch(coster: Coster) -> bool:
+    """Whether statistics of the batch are only right in one micro-batch."""
+    return not coster.capabilities.batch_statistics and any(
+        kind.batch_statistics for kind in coster.graph.kinds.values())
 
 
 def rows(coster: Coster) -> dict[str, np.ndarray]:
@@ -94,6 +106,7 @@ def rows(coster: Coster) -> dict[str, np.ndarray]:
     if request.tp is not None and request.tp not in legal:
         raise InvalidInput(_why_not_tp(coster, request.tp, legal))
     columns: list[tuple[int, int, int, int, int]] = []
+    one_micro_batch, uncut = needs_one_micro_batch(coster), is_uncut(coster)
     fixed_dp = (request.dp_replicate or 1) * (request.dp_shard or 1)
     for tp in [request.tp] if request.tp else legal:
         for dp in divisors(request.global_batch):
@@ -102,8 +115,9 @@ def rows(coster: Coster) -> dict[str, np.ndarray]:
             if request.dp_replicate and request.dp_shard and dp != fixed_dp:
                 continue
             local = request.global_batch // dp
-            batches = [b for b in divisors(local) if request.micro_batch in (None, b)]
-            most = min(layers, devices // (tp * dp))
+            batches = [b for b in ([local] if one_micro_batch else divisors(local))
+                       if request.micro_batch in (None, b)]
+            most = 1 if uncut else min(layers, devices // (tp * dp))
             for pp in [request.pp] if request.pp else range(1, most + 1):
                 if pp > most or (request.use_all_devices and tp * dp * pp != devices):
                     continue
@@ -123,13 +137,26 @@ def _why_not_tp(coster: Coster, tp: int, legal: list[int]) -> list[str]:
     if tp > coster.topology.num_devices:
         problems.append(f"{coster.topology.name} has {coster.topology.num_devices} devices")
     for kind in coster.graph.kinds.values():
-        problems += divisible(kind, tp, pad_vocabulary=coster.capabilities.pad_vocabulary,
-                              replicate_kv_heads=coster.capabilities.replicate_kv_heads)
+        problems += divisible(kind, tp, coster.capabilities)
+    problems += model_limits(coster, tp=tp, pp=1)
     if coster.seq_len % tp:
         problems.append(f"sequence length {coster.seq_len} is not divisible by {tp}")
     reasons = "; ".join(dict.fromkeys(problems)) or "no layer can be divided so"
     return [f"tp {tp} is not legal for {coster.graph.name}: {reasons}. "
             f"Legal: {', '.join(map(str, legal))}"]
+
+
+def model_limits(coster: Coster, *, tp: int, pp: int) -> list[str]:
+    """Why the target cannot divide a model so, or cut it into stages, whatever its sizes."""
+    graph, capabilities, problems = coster.graph, coster.capabilities, []
+    if tp > 1 and graph.sample not in capabilities.tensor_parallel_samples:
+        problems.append(f"{capabilities.target} divides only models of "
+                        f"{', '.join(capabilities.tensor_parallel_samples)}, and {graph.name} "
+                        f"takes {graph.sample}")
+    if (tp > 1 or pp > 1) and is_uncut(coster):
+        problems.append(f"{graph.name} has parameters outside every layer, which "
+                        f"{capabilities.target} can neither divide nor cut into stages")
+    return problems
 
 
 def _why_none(coster: Coster) -> list[str]:
@@ -152,6 +179,10 @@ def _why_none(coster: Coster) -> list[str]:
     if request.pp and request.pp > coster.chain.num_layers:
         lines.append(f"pp {request.pp} is more than the {coster.chain.num_layers} layers of "
                      f"{coster.graph.name}")
+    lines += model_limits(coster, tp=1, pp=request.pp or 1)
+    if needs_one_micro_batch(coster):
+        lines.append(f"{coster.graph.name} normalizes by statistics of the batch: one micro-batch "
+                     f"is legal, of {batch} / the data-parallel degree samples")
     if not lines and request.use_all_devices:
         lines.append(f"no legal degrees use all {devices} devices with global batch {batch}: the "
                      f"data-parallel degree must divide the batch, tp be legal, pp <= "

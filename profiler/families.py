@@ -1,9 +1,10 @@
-"""Which modules may be divided over a tensor-parallel group, as data.
+"""What the code of some classes needs when their matmuls are divided, as data.
 
 A column matmul leaves each rank some of the heads or features, and the code around it must not
-count on all of them. That is known of the classes listed here (each has a parity test); a layer
-that would divide another class's matmuls is refused, for `view(batch, length, num_heads, -1)` would
-train on, wrongly. Nothing here imports torch.
+count on all of them. Where the trace proves that (elementwise code: most feed-forward parts),
+nothing is needed. Attention by heads is a matter of the class: `view(batch, length, num_heads, -1)`
+would train on, wrongly. Those known to stand it are in `capabilities.json`, each with a parity
+test; a layer with another one is held whole. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Family:
     fused: parameters that hold several matrices side by side in their divided dim, and how many:
         each of them is divided, not the whole.
     divided_attributes: integers of the module that count divided features.
+    group_attributes: those that count the heads of queries which share a KV head.
     gathers_input: the module's first argument is a shard of the sequence, and is gathered.
     reduces_output: its result is a term of a sum over ranks, reduced and scattered (a mixture of
         experts: every expert sees all tokens).
@@ -27,6 +29,7 @@ class Family:
 
     fused: dict[str, int] = field(default_factory=dict)
     divided_attributes: tuple[str, ...] = ()
+    group_attributes: tuple[str, ...] = ("num_key_value_groups",)
     gathers_input: bool = True
     reduces_output: bool = False
 
@@ -41,6 +44,15 @@ FAMILIES: dict[str, Family] = {
     "MixtralAttention": _PLAIN,
     "MixtralSparseMoeBlock": Family(reduces_output=True),
     "MixtralExperts": Family(fused={"gate_up_proj": 2}, gathers_input=False),
+    "Qwen3Attention": _PLAIN, "Qwen3MLP": _PLAIN,
+    "GemmaAttention": _PLAIN, "GemmaMLP": _PLAIN,
+    "Gemma2Attention": _PLAIN, "Gemma2MLP": _PLAIN,
+    "GPTNeoXAttention": _PLAIN, "GPTNeoXMLP": _PLAIN,
+    "PhiAttention": _PLAIN, "PhiMLP": _PLAIN,
+    "Starcoder2Attention": _PLAIN, "Starcoder2MLP": _PLAIN,
+    "GraniteAttention": _PLAIN, "GraniteMLP": _PLAIN,
+    "OlmoAttention": _PLAIN, "OlmoMLP": _PLAIN,
+    "CohereAttention": _PLAIN, "CohereMLP": _PLAIN,
     "GPT2Attention": Family(fused={"c_attn.weight": 3, "c_attn.bias": 3},
                             divided_attributes=("split_size",)),
     "GPT2MLP": _PLAIN,

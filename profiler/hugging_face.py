@@ -139,6 +139,10 @@ def build_model(config: Mapping[str, Any], place: Callable[[], Any] = lambda: to
     try:
         built = CONFIG_MAPPING[model_type](**values)
         built.use_cache = False
+        if task == "sequence to sequence":  # older configs leave both out: no cost hangs on them
+            for key in ("pad_token_id", "decoder_start_token_id"):
+                if getattr(built, key, None) is None:
+                    setattr(built, key, 0)
         model = _instantiate(getattr(transformers, class_name), built, place)
     except Exception as error:  # transformers raises whatever a bad value leads to
         reason = " ".join(str(error).split())[:300]

@@ -172,6 +172,10 @@ class TensorParallel:
     `vocabulary` excepted where it pads. `entries` are the elements of each activation that enters
     a column region (gathered forward, its gradient reduced backward); `exits` of each that leaves
     a row region (reduced forward, its gradient gathered backward).
+
+    `callers`: classes of modules whose code is not proven, by the operations seen, to work on
+    shards of heads, features or tokens: whoever divides the layer has to know them.
+    `kv_parameters` make keys and values alone: a degree above `kv_heads` holds them repeatedly.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -179,6 +183,8 @@ class TensorParallel:
     divides: dict[Name, Annotated[int, Ge(1)]]
     entries: tuple[Extent, ...] = ()
     exits: tuple[Extent, ...] = ()
+    callers: tuple[Name, ...] = ()
+    kv_parameters: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +198,7 @@ class LayerKind:
     selective-checkpoint policy that saves every such output does.
     forward_working_set / backward_working_set: what is alive besides `saved`, parameters and the
     parameter gradients when forward / backward of this layer is at its peak.
+    batch_statistics: it normalizes by statistics of the whole batch (batch normalization).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -205,6 +212,7 @@ class LayerKind:
     forward_working_set: tuple[TensorGroup, ...] = ()
     backward_working_set: tuple[TensorGroup, ...] = ()
     tensor_parallel: TensorParallel | None = None
+    batch_statistics: bool = False
 
     @property
     def num_parameters(self) -> int:

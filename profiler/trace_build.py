@@ -14,6 +14,7 @@ from profiler.layer_graph import Edge, Layer, LayerGraph, LayerKind, ModelSource
 from profiler.trace_costs import LayerCosts, ParameterPlace
 from profiler.trace_events import Run
 from profiler.trace_fit import Fit
+from profiler.trace_local import Sizes
 from profiler.trace_split import infer_splits, vocabulary_of
 from profiler.trace_view import LayerView, layer_views
 
@@ -165,14 +166,15 @@ class _Builder:
                    tuple((p.name, p.trainable) for p in places[view.index]))
             if key not in names:
                 splits = infer_splits(view, run.storages, parameters, vocabulary, tables,
-                                      self.runs[-1].ops, self.fit.points[0][0])
+                                      self.runs[-1].ops,
+                                      Sizes(self.fit.points[0], self.fit.points[-1]))
                 touched = {use.storage for _, op in view.forward + view.backward
                            for use in op.reads + op.writes}
                 anywhere = set(view.saved) | {s for s in touched if view.back.get(s, s) in saved}
                 kind = LayerCosts(
                     self.runs, self.fit, view, splits, self._renamed(places, view), buffers[
                         view.index], kept[view.index], inputs[view.index], anywhere,
-                    self.is_tokens, self.reference).kind()
+                    self.is_tokens, self.reference, self.modules[view.path]).kind()
                 names[key] = self._name(kind, view, kinds, by_digest)
             result.append(names[key])
         return kinds, result

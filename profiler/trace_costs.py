@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from torch import nn
+
 from profiler.layer_graph import (
     AttentionShape,
     Extent,
@@ -25,6 +27,7 @@ from profiler.layer_graph import (
 )
 from profiler.trace_events import RawOp, Run, Storage, Use
 from profiler.trace_fit import Fit
+from profiler.trace_partition import caller_class, has_batch_statistics
 from profiler.trace_split import Splits
 from profiler.trace_view import LayerView, kind_of_op
 
@@ -62,6 +65,7 @@ class LayerCosts:
     saved_anywhere: Collection[int]
     is_tokens: bool
     reference: tuple[int, int]
+    module: nn.Module
 
     @property
     def _storages(self) -> list[Storage]:
@@ -78,7 +82,8 @@ class LayerCosts:
             kept_only_by_selective=self._kept_only_by_selective(),
             forward_working_set=self._working_set(self.view.forward, forward=True),
             backward_working_set=self._working_set(self.view.backward, forward=False),
-            tensor_parallel=self._tensor_parallel())
+            tensor_parallel=self._tensor_parallel(),
+            batch_statistics=has_batch_statistics(self.module))
 
     # ---- splits ----
 
@@ -105,7 +110,18 @@ class LayerCosts:
             return None
         return TensorParallel(divides=dict(sorted(self.splits.divides.items())),
                               entries=tuple(self._port(*p) for p in self.splits.entries),
-                              exits=tuple(self._port(*p) for p in self.splits.exits))
+                              exits=tuple(self._port(*p) for p in self.splits.exits),
+                              callers=self._callers(),
+                              kv_parameters=tuple(p.name for p in self.parameters
+                                                  if p.storage in self.splits.kv))
+
+    def _callers(self) -> tuple[str, ...]:
+        """Classes whose code is not proven to stand the division."""
+        classes = {caller_class(self.module, place.name) for place in self.parameters
+                   if place.storage in self.splits.unproven}
+        if not self.splits.by_token:
+            classes.add(type(self.module).__name__)
+        return tuple(sorted(classes))
 
     def _port(self, index: int, side: str, position: int) -> Extent:
         return self.fit.of(lambda run: cast(Use, getattr(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["find_layers", "signature"]
+__all__ = ["caller_class", "find_layers", "has_batch_statistics", "signature"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -68,6 +68,23 @@ def find_layers(root: nn.Module) -> dict[str, nn.Module]:
 
     visit("", root, False)
     return layers
+
+
+def caller_class(layer: nn.Module, parameter: str) -> str:
+    """The class whose code calls the matmul by a parameter, which is not that of a bare matmul."""
+    modules = dict(layer.named_modules())
+    if parameter.startswith("/"):  # outside every layer
+        return type(layer).__name__
+    path = parameter.rpartition(".")[0]
+    if path and (isinstance(modules[path], nn.Linear) or type(modules[path]).__name__ == "Conv1D"):
+        path = path.rpartition(".")[0]
+    return type(modules[path]).__name__
+
+
+def has_batch_statistics(layer: nn.Module) -> bool:
+    """Whether a module normalizes by statistics of the batch that it is given."""
+    return any(isinstance(inner, nn.modules.batchnorm._BatchNorm) and inner.training
+               for inner in layer.modules())
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

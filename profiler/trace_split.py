@@ -20,6 +20,7 @@ from typing import Literal
 
 from profiler.layer_graph import Split
 from profiler.trace_events import RawOp, Storage, Use
+from profiler.trace_local import Sizes, is_by_token, is_feature_wise, is_token_wise
 from profiler.trace_view import LayerView, kind_of_op
 
 __all__ = ["Splits", "infer_splits", "vocabulary_of"]
@@ -34,7 +35,11 @@ _REDUCING = frozenset({"mean", "sum", "var", "var_mean", "_softmax", "_log_softm
 
 @dataclass(slots=True)
 class Splits:
-    """The division of one layer. Places are (operation index, "reads"|"writes", position)."""
+    """The division of one layer. Places are (operation index, "reads"|"writes", position).
+
+    unproven: parameters whose callers' code may count on whole features. by_token: whether all else
+    of the layer works on each token alone. kv: parameters that make keys and values, not queries.
+    """
 
     ops: dict[int, Split] = field(default_factory=dict)
     storages: dict[int, Split] = field(default_factory=dict)
@@ -42,6 +47,9 @@ class Splits:
     divides: dict[str, int] = field(default_factory=dict)
     entries: list[tuple[int, str, int]] = field(default_factory=list)
     exits: list[tuple[int, str, int]] = field(default_factory=list)
+    unproven: set[int] = field(default_factory=set)
+    kv: set[int] = field(default_factory=set)
+    by_token: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +104,10 @@ def vocabulary_of(views: list[LayerView], storages: list[Storage],
 class _Inference:
     def __init__(self, view: LayerView, storages: list[Storage], parameters: set[int],
                  vocabulary: int | None, tables: set[int], longer: list[RawOp],
-                 micro_batch: int) -> None:
+                 sizes: Sizes) -> None:
         self.view, self.storages, self.parameters = view, storages, parameters
         self.vocabulary, self.tables = vocabulary, tables
-        self.longer, self.micro_batch = longer, micro_batch
+        self.longer, self.sizes, self.micro_batch = longer, sizes, sizes.short[0]
         self.whole: set[int] = set()
         self.routed = {op.grouped_from for _, op in view.forward}
         self.linears = {index: linear for index, op in view.forward
@@ -122,6 +130,8 @@ class _Inference:
         self.row_of: dict[int, int] = {}
         self.splits = Splits()
         self.through_attention: set[int] = set()
+        self.of_queries: set[int] = set()
+        self.of_keys: set[int] = set()
         for index, op in self.view.forward:
             self._visit(index, op)
         used = frozenset[int]().union(*self.rows.values()) if self.rows else frozenset[int]()
@@ -208,6 +218,8 @@ class _Inference:
             if kind in {"attention", "matmul"}:
                 self.through_attention |= inside
                 self._divide_heads(op, [state for _, state in states[-2:]])
+                if op.attention:
+                    self._tell_keys([state for _, state in states])
             return "heads" if kind in {"attention", "matmul"} else "feature", inside
         if any(state == "vocabulary" for _, state in states):
             return "vocabulary", "vocabulary"
@@ -220,6 +232,12 @@ class _Inference:
         if kind in {"attention", "convolution"}:
             return "replicated", "outside"
         return "sequence", "outside"
+
+    def _tell_keys(self, states: list[State | None]) -> None:
+        """Which column matmuls make queries, and which keys and values."""
+        queries, *others = (s if isinstance(s, frozenset) else frozenset() for s in states)
+        self.of_queries |= queries
+        self.of_keys |= frozenset[int]().union(*others)
 
     def _divide_heads(self, op: RawOp, sides: list[State | None]) -> None:
         """Heads of a fused attention, or of a batched product of queries by keys."""
@@ -287,6 +305,57 @@ class _Inference:
             self.splits.storages[storage] = made
         for storage in gathered:
             self.splits.storages[storage] = "gathered"
+        self.splits.kv = {use for index in self.of_keys - self.of_queries
+                          for use in self._parameters(index)}
+        self._prove()
+
+    def _parameters(self, index: int) -> set[int]:
+        """The weight of a matmul, and its bias."""
+        return {use.storage for use in dict(self.view.forward)[index].reads
+                if use.storage in self.parameters}
+
+    def _prove(self) -> None:
+        """Note what is not proven to work on shards; see `trace_local`."""
+        unproven = set[int]()
+        for index, op in self.view.forward:
+            inside = frozenset[int]().union(*(s for use in op.reads if isinstance(
+                s := self._state(use), frozenset)))
+            if not op.inside:  # the model's own code, which is given whole tensors
+                unproven |= inside
+            elif index in self.linears or self.splits.ops[index] == "vocabulary":
+                if op.grouped_from is not None:
+                    unproven |= inside | {index}
+                elif not self._is_plain(index, op):
+                    self.splits.by_token = False
+            elif inside:
+                if not is_feature_wise(op, self.longer[index], self.sizes, self._widths(inside),
+                                       self._is_divided):
+                    unproven |= inside
+            elif any(self._state(use) is not None for use in op.reads + op.writes):
+                self.splits.by_token &= is_token_wise(op, self.longer[index], self.sizes,
+                                                      self._moves)
+        rows = {row for row, columns in self.rows.items() if columns & unproven}
+        self.splits.unproven = {p for i in unproven | rows for p in self._parameters(i)}
+
+    def _is_divided(self, use: Use) -> bool:
+        if use.storage in self.parameters:
+            return use.storage in self.splits.parameters
+        return isinstance(self._state(use), frozenset)
+
+    def _moves(self, use: Use) -> bool:
+        return self._state(use) is not None
+
+    def _is_plain(self, index: int, op: RawOp) -> bool:
+        """Whether a matmul by a parameter, or a lookup in a table, works on each token alone."""
+        other, linear = self.longer[index], self.linears.get(index)
+        if linear is not None:
+            places = [(op.reads[linear.operand], other.reads[linear.operand])]
+        elif op.name == "embedding":
+            places = [(op.reads[1], other.reads[1])]
+        else:
+            return False
+        return all(is_by_token(one, two, self.sizes, flat=linear is not None)
+                   for one, two in places)
 
     def _experts_ports(self, hidden: int) -> None:
         """Experts are entered where tokens are picked, and left where they are summed again."""
@@ -302,11 +371,10 @@ class _Inference:
 
 def infer_splits(view: LayerView, storages: list[Storage], parameters: set[int],
                  vocabulary: int | None, tables: set[int], longer: list[RawOp],
-                 micro_batch: int) -> Splits:
+                 sizes: Sizes) -> Splits:
     """The division of one layer; without `divides` it cannot be divided.
 
     longer: the operations of a run with longer sequences, which tell widths from lengths.
-    micro_batch: that of the run that the view was taken from.
+    sizes: those of the run that the view was taken from, and of the longer one.
     """
-    return _Inference(view, storages, parameters, vocabulary, tables, longer,
-                      micro_batch).run()
+    return _Inference(view, storages, parameters, vocabulary, tables, longer, sizes).run()

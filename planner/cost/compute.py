@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.division import kv_copies, kv_parameters
 from profiler.device import Device
 from profiler.layer_graph import Extent, LayerKind, Op, Split
 
@@ -60,9 +61,10 @@ def split_degree(split: Split, tp: int, sequence_parallel: bool) -> int:
     return 1
 
 
-def op_seconds(op: Op, shard: Shard, device: Device) -> tuple[float, float]:
-    """(forward, backward) seconds of one op on one rank's shard."""
+def op_seconds(op: Op, shard: Shard, device: Device, copies: int = 1) -> tuple[float, float]:
+    """(forward, backward) seconds of one op on one rank's shard; `copies` ranks do each part."""
     degree = split_degree(op.split, shard.tp, shard.sequence_parallel)
+    degree = max(1, degree // copies)
     moved = _bytes(op.elements_moved, op.bytes_moved, shard) / degree
     moved_backward = _bytes(op.backward_elements_moved, op.backward_bytes_moved, shard) / degree
     rate, work = _arithmetic(op, shard, device, degree)
@@ -108,8 +110,11 @@ def _arithmetic(op: Op, shard: Shard, device: Device, degree: int) -> tuple[floa
 def layer_compute(kind: LayerKind, shard: Shard, device: Device) -> ComputeTimes:
     """Compute seconds of one layer (all of its ops) for one micro-batch on one rank."""
     forward = backward = selective = 0.0
+    copies = kv_copies(kind, shard.tp)
+    of_keys = {name.rpartition(".")[0] for name in kv_parameters(kind)}
     for op in kind.ops:
-        op_forward, op_backward = op_seconds(op, shard, device)
+        repeated = copies if op.name.removesuffix(".matmul") in of_keys else 1
+        op_forward, op_backward = op_seconds(op, shard, device, repeated)
         forward += op_forward
         backward += op_backward
         if op.kind not in ("matmul", "attention", "convolution"):

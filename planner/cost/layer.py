@@ -24,6 +24,7 @@ from planner.cost.collectives import (
 )
 from planner.cost.compute import ComputeTimes, Shard
 from planner.cost.memory import LayerMemory, local_parameters
+from planner.division import kv_copies, kv_parameters
 from planner.layout import Choice
 from planner.request import Request
 from planner.topology_groups import Span
@@ -152,8 +153,9 @@ def layer_parameters(kind: LayerKind, shard: Shard, group: Group, request: Reque
     trainable, frozen = local_parameters(kind, shard.tp, without)
     copies = 0
     if group.tp.size > 1 and shard.sequence_parallel:
-        copies = sum(p.numel for p in kind.parameters
-                     if p.trainable and p.split == "replicated" and p.name not in without)
+        whole = kv_parameters(kind) if kv_copies(kind, shard.tp) > 1 else ()
+        copies = sum(p.numel for p in kind.parameters if p.trainable and p.name not in without
+                     and (p.split == "replicated" or p.name in whole))
     return parameter_cost(trainable, frozen, group, request, tensor_parallel_copies=copies,
                           each_micro_batch=each_micro_batch)
 

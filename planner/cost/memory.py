@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from planner.capabilities import RecomputeMode
 from planner.cost.compute import Shard, split_degree
+from planner.division import kv_copies, kv_parameters
 from planner.layout import Choice
 from planner.request import Request
 from profiler.layer_graph import NOTHING, Extent, LayerKind, TensorGroup
@@ -66,14 +67,17 @@ def local_parameters(kind: LayerKind, tp: int, without: frozenset[str] = frozens
     """(trainable, frozen) parameters held by one tensor-parallel rank; `without` names are left
     out.
 
-    A dimension that the degree does not divide counts as padded: ceil(size / tp).
+    A dimension that the degree does not divide counts as padded: ceil(size / tp). Where there are
+    fewer KV heads than ranks, each rank holds their parameters whole.
     """
     trainable = frozen = 0
+    whole = kv_parameters(kind) if kv_copies(kind, tp) > 1 else ()
     for parameter in kind.parameters:
         if parameter.name in without:
             continue
         numel = parameter.numel
-        if parameter.split in ("column", "row", "vocabulary") and parameter.split_dim is not None:
+        if (parameter.split in ("column", "row", "vocabulary") and parameter.name not in whole
+                and parameter.split_dim is not None):
             size = parameter.shape[parameter.split_dim]
             numel = numel // max(size, 1) * -(-size // tp)
         if parameter.trainable:
@@ -92,6 +96,18 @@ def _group_bytes(groups: Iterable[TensorGroup], shard: Shard) -> int:
     return total
 
 
+def _kv_bytes(kind: LayerKind, shard: Shard) -> int:
+    """What keys and values need beyond an even share, where several ranks compute each KV head."""
+    copies = kv_copies(kind, shard.tp)
+    if copies == 1:
+        return 0
+    elements = sum(2 * op.attention.kv_heads * op.attention.head_dim
+                   * op.attention.keys.at(1, shard.seq_len)
+                   for op in kind.ops if op.attention is not None)
+    whole = elements * shard.micro_batch * shard.compute_bytes
+    return -(-whole * (copies - 1) // shard.tp)
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:
     """Bytes of one layer that the micro-batch makes: kept from forward to backward, and needed
@@ -104,14 +120,15 @@ class ActivationMemory:
 def activation_memory(kind: LayerKind, recompute: RecomputeMode, shard: Shard, inputs: Extent
                       ) -> ActivationMemory:
     """What a layer keeps and works with under one way to recompute; `inputs` as `layer_memory`."""
-    everything = _group_bytes(kind.saved, shard)
+    more = _kv_bytes(kind, shard)
+    everything = _group_bytes(kind.saved, shard) + more
     if recompute == "none":
         saved_bytes, dropped_bytes = everything, 0
     else:
         kept = extra = 0
         if recompute == "selective":
             kept = _group_bytes([g for g in kind.saved
-                                 if g.kept_by_selective and not g.is_input], shard)
+                                 if g.kept_by_selective and not g.is_input], shard) + more
             extra = _group_bytes(kind.kept_only_by_selective, shard)
         entering = TensorGroup(name="input", elements=inputs, split="sequence")
         entered = max(_group_bytes([entering], shard),
@@ -119,7 +136,7 @@ def activation_memory(kind: LayerKind, recompute: RecomputeMode, shard: Shard, i
         saved_bytes, dropped_bytes = kept + extra + entered, everything - kept
     return ActivationMemory(saved_bytes, max(
         _group_bytes(kind.forward_working_set, shard),
-        _group_bytes(kind.backward_working_set, shard) + dropped_bytes))
+        _group_bytes(kind.backward_working_set, shard) + more + dropped_bytes))
 
 
 def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Request,

@@ -54,20 +54,15 @@ def problem_of(case: Case, batch: int) -> Problem:
         loss=tiny.build(case.model, batch, torch.float32).loss, max_norm=case.max_norm)
 
 
-def main() -> None:
-    module, attribute, folder, out = sys.argv[1:5]
-    chosen = sys.argv[5].split(",") if len(sys.argv) > 5 else None
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+def run_cases(cases: list[Case], folder: Path) -> dict[str, Any]:
+    """Compare every case with one process, on the process group that is running."""
     compare_module._alone = remembered(compare_module._alone)
     compare_module._alone_steps = remembered(compare_module._alone_steps)
     results = {}
-    for case in getattr(importlib.import_module(module), attribute):
-        if chosen and case.name not in chosen:
-            continue
+    for case in cases:
         begin = time.monotonic()
         faulthandler.dump_traceback_later(60)  # where a case hangs, if it does
-        graph = tiny.graph(case.model, Path(folder))
+        graph = tiny.graph(case.model, folder)
         layout = case.layout(graph)
         try:
             found = compare(problem_of(case, layout.request.global_batch), layout, graph,
@@ -80,6 +75,17 @@ def main() -> None:
         results[case.name] = asdict(found) | {"passed": found.passed}
         if dist.get_rank() == 0:
             print(f"{case.name}: {found} {time.monotonic() - begin:.1f} s", flush=True)
+    return results
+
+
+def main() -> None:
+    module, attribute, folder, out = sys.argv[1:5]
+    chosen = sys.argv[5].split(",") if len(sys.argv) > 5 else None
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    cases = [case for case in getattr(importlib.import_module(module), attribute)
+             if chosen is None or case.name in chosen]
+    results = run_cases(cases, Path(folder))
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
     dist.barrier()

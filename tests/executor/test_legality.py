@@ -42,7 +42,7 @@ def test_the_base_is_legal(gpt2):
 
 @pytest.mark.parametrize("change, words", [
     (dict(num_micro_batches=1), ["global_batch 2", "= 1", "num_micro_batches >= pp = 2"]),
-    (dict(mesh=Mesh(pp=2, tp=3)), ["tp 3 does not divide heads 4", "legal degrees: 1, 2, 4"]),
+    (dict(mesh=Mesh(pp=2, tp=3)), ["heads 4 is not divisible by 3", "legal degrees: 1, 2, 4"]),
     (dict(mesh=Mesh(pp=4, tp=2)), ["2 stages", "pp x chunks = 4 x 1"]),
     (dict(mesh=Mesh(pp=2, cp=2, order=("pp", "cp"))), ["cp is 2"]),
     (dict(schedule=Schedule(chunks=2)), ["chunks 2 > 1 needs schedule interleaved"]),

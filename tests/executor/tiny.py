@@ -3,7 +3,6 @@
 # ruff: noqa: C408 (keyword arguments read better in tables)
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from executor.losses import Loss, cross_entropy, mean_squared_error
 from profiler.documents import dump, load
 from profiler.hugging_face import trace_hugging_face
 from profiler.layer_graph import LayerGraph
-from profiler.trace import trace
+from profiler.trace import trace_function
+from tests.executor.plain import PLAIN
 
 # The tracer wants the table's gradient to be the larger part of a working set at every length it
 # tries: a vocabulary much larger than the longest sequence. It is odd, so that its shards are
@@ -24,6 +24,9 @@ VOCABULARY, LENGTH = 1021, 16
 _TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _LLAMA = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
               intermediate_size=48, max_position_embeddings=64, attention_dropout=0.0, **_TEXT)
+_SHORT = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=48,
+              max_position_embeddings=64, **_TEXT)
+_PADDED = dict(pad_token_id=7)  # among the tokens drawn
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", dict(
@@ -38,6 +41,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         model_type="bert", hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
         intermediate_size=64, max_position_embeddings=64, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, vocab_size=VOCABULARY)),
+    "qwen3": ("Qwen3ForCausalLM", dict(model_type="qwen3", head_dim=16, **_LLAMA)),
+    "gemma": ("GemmaForCausalLM", dict(model_type="gemma", head_dim=16, **_LLAMA | _PADDED)),
+    "neox": ("GPTNeoXForCausalLM", dict(
+        model_type="gpt_neox", num_attention_heads=4, attention_dropout=0.0, hidden_dropout=0.0,
+        **_SHORT)),
     "vit": ("ViTForImageClassification", dict(
         model_type="vit", hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
         intermediate_size=64, image_size=16, patch_size=4, hidden_dropout_prob=0.0,
@@ -48,57 +56,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         decoder_start_token_id=0, tie_word_embeddings=True)),
 }
 
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fc2(torch.nn.functional.gelu(self.fc1(self.norm(x))))
-
-
-class FrozenMLP(nn.Module):
-    """A plain MLP whose first layers are frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(12, 24)
-        self.blocks = nn.ModuleList([Block(24) for _ in range(4)])
-        self.outlet = nn.Linear(24, 5)
-        for module in (self.inlet, self.blocks[0], self.blocks[2].fc1):
-            module.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.outlet(x)
-
-
-class SkipNet(nn.Module):
-    """A small U-shaped convolutional net: tensors skip over layers, and stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.down1 = nn.Sequential(nn.Conv2d(8, 12, 3, stride=2, padding=1), nn.GroupNorm(3, 12))
-        self.down2 = nn.Sequential(nn.Conv2d(12, 16, 3, stride=2, padding=1), nn.GroupNorm(4, 16))
-        self.up1 = nn.ConvTranspose2d(16, 12, 2, stride=2)
-        self.up2 = nn.ConvTranspose2d(24, 8, 2, stride=2)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip0 = torch.relu(self.stem(x))
-        skip1 = torch.relu(self.down1(skip0))
-        x = torch.relu(self.up1(torch.relu(self.down2(skip1))))
-        x = torch.relu(self.up2(torch.cat([x, skip1], dim=1)))
-        return self.head(torch.cat([x, skip0], dim=1).mean((2, 3)))
-
-
-PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (FrozenMLP, (12,)), "skipnet": (SkipNet, (3, 16, 16))}
 
 FAMILIES = (*CONFIGS, *PLAIN)
 
@@ -116,13 +73,10 @@ class Tiny:
 def build(name: str, batch: int, dtype: torch.dtype, seed: int = 0) -> Tiny:
     torch.manual_seed(seed)
     if name in PLAIN:
-        maker, shape = PLAIN[name]
-        model = maker()
-        inputs: Any = torch.randn(batch, *shape, dtype=torch.float64).to(dtype)
-        if name == "mlp":
-            targets = torch.randn(batch, 5, dtype=torch.float64).to(dtype)
-            return Tiny(model.to(dtype), inputs, targets, mean_squared_error())
-        return Tiny(model.to(dtype), inputs, torch.randint(0, 4, (batch,)), cross_entropy())
+        model = PLAIN[name].model()
+        inputs, targets = PLAIN[name].batch(batch, LENGTH, dtype)
+        loss = mean_squared_error() if targets.dtype.is_floating_point else cross_entropy()
+        return Tiny(model.to(dtype), inputs, targets, loss)
     import transformers
 
     class_name, config = CONFIGS[name]
@@ -153,8 +107,7 @@ def graph(name: str, folder: Path) -> LayerGraph:
     path = folder / f"{name}.json"
     if not path.exists():
         if name in PLAIN:
-            maker, shape = PLAIN[name]
-            made = trace(maker(), torch.zeros(2, *shape), name=name)
+            made = trace_function(f"tests.executor.plain:{name}", name=name)
         else:
             made = trace_hugging_face(CONFIGS[name][1], name=name)
         path.write_text(dump(made))

@@ -124,6 +124,8 @@ class BruteForce:
         """Whether a degree divides the sequence and layers with half of the FLOPs."""
         if tp == 1:
             return True
+        if self.graph.sample not in self.coster.capabilities.tensor_parallel_samples:
+            return False
         if self.graph.sample == "tokens" and self.request.seq_len % tp:
             return False
         if not any(kind.tensor_parallel and max(kind.tensor_parallel.divides.values()) >= tp

@@ -65,7 +65,8 @@ def test_search_equals_brute_force_for_other_targets(chunk: int) -> None:
             coster.capabilities, gradient_overlap_with_pipeline=rng.random() < 0.6,
             gradient_sync_per_micro_batch_with_pipeline=rng.random() < 0.6,
             min_micro_batches_1f1b=rng.choice(["one", "stages"]),
-            reshard_per_layer=rng.random() < 0.7, tensor_parallel_per_layer=rng.random() < 0.7)
+            reshard_per_layer=rng.random() < 0.7, tensor_parallel_per_layer=rng.random() < 0.7,
+            tensor_parallel_samples=("tokens", "features"))
         found, legal = search(coster)
         best = BruteForce(coster).best()
         assert legal == (best.num_candidates > 0), seed

@@ -125,10 +125,13 @@ def test_tensor_degrees_divide_heads_and_the_sequence() -> None:
     # 48 tokens: 5 divides the feed-forward dimension alone.
     assert legal_tensor_degrees(coster(graph), 64) == [1, 2, 3, 4, 6, 8, 12, 24]
     assert legal_tensor_degrees(coster(graph), 5) == [1, 2, 3, 4]
-    assert legal_tensor_degrees(coster(replace(graph, sample="images")), 64) == [
-        1, 2, 3, 4, 6, 8, 12, 24]
+    images = coster(replace(graph, sample="images"))
+    assert legal_tensor_degrees(images, 64) == [1]  # the executor divides models of tokens
     odd = coster(replace(divided_by(heads=20), sample="features"))
-    assert legal_tensor_degrees(odd, 64) == [1, 2, 4, 5, 10, 20]
+    for other, legal in ((images, [1, 2, 3, 4, 6, 8, 12, 24]), (odd, [1, 2, 4, 5, 10, 20])):
+        other.capabilities = replace(other.capabilities, tensor_parallel_samples=(
+            "tokens", "images", "features"))
+        assert legal_tensor_degrees(other, 64) == legal
 
 
 def test_a_vocabulary_is_padded_and_kv_heads_are_not_copied() -> None:

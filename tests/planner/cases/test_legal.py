@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 import planner
+from planner.capabilities import load_capabilities
+from planner.cost.memory import local_parameters
 from planner.costing import Coster
+from planner.division import divisible
 from planner.layout import Mesh
 from planner.legality import padding_notes, violations
-from planner.problem import divisible
 from planner.request import Request
 from planner.space import legal_tensor_degrees
 from planner.topology import Topology
@@ -38,9 +40,9 @@ def head_degrees(graph: LayerGraph, most: int, *, replicate_kv_heads: bool = Fal
     """Degrees that the heads alone allow, whatever the feed-forward part does."""
     kind = next(kind for kind in graph.kinds.values()
                 if kind.tensor_parallel and "heads" in kind.tensor_parallel.divides)
-    return [tp for tp in range(1, most + 1) if not any(
-        "heads" in problem for problem in divisible(
-            kind, tp, replicate_kv_heads=replicate_kv_heads, pad_vocabulary=True))]
+    target = replace(load_capabilities("executor"), replicate_kv_heads=replicate_kv_heads)
+    return [tp for tp in range(1, most + 1)
+            if not any("heads" in problem for problem in divisible(kind, tp, target))]
 
 
 # --- heads
@@ -49,7 +51,6 @@ def test_c45_legal_degrees_divide_heads_and_kv_heads() -> None:
     graph = model("qwen2.5-7b")
     problems = refused(graph, "dgx-h100", tp=8)
     assert "tp 8: heads 28 is not divisible by 8; legal degrees of qwen2.5-7b: 1, 2, 4" in problems
-    assert any("kv_heads 4 is not divisible by 8" in problem for problem in problems)
     assert head_degrees(graph, 28) == [1, 2, 4]
     assert head_degrees(graph, 28, replicate_kv_heads=True) == [1, 2, 4, 28]
     assert legal_tensor_degrees(coster(graph, "dgx-h100:4"), 32) == [1, 2, 4]
@@ -70,12 +71,44 @@ def test_c46_52_heads() -> None:
 
 def test_c48_kv_heads_are_a_capability() -> None:
     graph = model("qwen2.5-3b")
-    assert refused(graph, "dgx-h100", tp=4) == [
-        "tp 4: kv_heads 2 is not divisible by 4; legal degrees of qwen2.5-3b: 1, 2"]
     able = coster(graph, "dgx-h100")
-    able.capabilities = replace(able.capabilities, replicate_kv_heads=True)
     assert legal_tensor_degrees(able, 8) == [1, 2, 4, 8]
     assert violations(able, write(graph, able.request, tp=8)) == []
+    able.capabilities = replace(able.capabilities, replicate_kv_heads=False)
+    assert violations(able, write(graph, able.request, tp=4)) == [
+        "tp 4: kv_heads 2 is not divisible by 4; legal degrees of qwen2.5-3b: 1, 2"]
+
+
+def test_kv_heads_that_several_ranks_compute_are_charged_whole() -> None:
+    kind = next(k for k in model("qwen2.5-3b").kinds.values() if k.tensor_parallel
+                and k.tensor_parallel.kv_parameters)
+    assert kind.tensor_parallel is not None
+    kv = sum(p.numel for p in kind.parameters if p.name in kind.tensor_parallel.kv_parameters)
+    assert kv == 2 * (2048 + 1) * 2 * 128  # k and v: 2 heads of 128, with biases
+    rest = {tp: local_parameters(kind, tp, frozenset(kind.tensor_parallel.kv_parameters))[0]
+            for tp in (2, 8)}
+    assert local_parameters(kind, 2)[0] == rest[2] + kv // 2
+    assert local_parameters(kind, 8)[0] == rest[8] + kv
+
+
+def test_classes_that_the_executor_does_not_know_are_held_whole() -> None:
+    graph, request = model("t5-3b"), {"global_batch": 64, "seq_len": 512}
+    with pytest.raises(InvalidInput, match=r"tp 2 is not legal.*does not know how to divide T5"):
+        planner.plan(graph, "dgx-h100", tp=2, **request)
+    problems = refused(graph, "dgx-h100", seq_len=512, tp=2)
+    assert any("executor does not know how to divide T5Attention" in p for p in problems)
+    with pytest.raises(InvalidInput, match="executor divides only models of tokens, and vit-huge"):
+        planner.plan("vit-huge", "dgx-h100", global_batch=64, seq_len=1, tp=2)
+    with pytest.raises(InvalidInput, match="precision fp16-mixed: executor runs bf16-mixed, bf16"):
+        planner.plan(graph, "dgx-h100", precision="fp16-mixed", **request)
+
+
+def test_batch_normalization_has_one_micro_batch() -> None:
+    layout = planner.plan("resnet-50", "dgx-a100-80g", global_batch=2048, seq_len=1)
+    assert layout.num_micro_batches == 1
+    with pytest.raises(InvalidInput, match="statistics of the batch"):
+        planner.plan("resnet-50", "dgx-a100-80g", global_batch=64, seq_len=1, micro_batch=4, pp=1,
+                     dp_shard=2, dp_replicate=1)
 
 
 def test_c51_a_module_that_cannot_be_divided_is_held_whole() -> None:
@@ -135,7 +168,8 @@ def test_c55_all_violations_are_told_at_once() -> None:
     problems = refused(graph, "dgx-h100", tp=6)
     assert "sequence length 4096 is not divisible by tp 6 (sequence parallelism)" in problems
     assert any("kv_heads 8 is not divisible by 6" in problem for problem in problems)
-    strict = divisible(graph.kinds["head"], 6, replicate_kv_heads=False, pad_vocabulary=False)
+    strict = divisible(graph.kinds["head"], 6, replace(load_capabilities("executor"),
+                                                       pad_vocabulary=False))
     assert strict == ["vocabulary 151552 is not divisible by 6"]
 
 

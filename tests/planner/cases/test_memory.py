@@ -197,6 +197,7 @@ def test_c16_a_range_with_its_assumptions(devices: int, mixed: float, plain: flo
         assert fits(prediction)
 
 
+@pytest.mark.usefixtures("with_loss_scaling")
 def test_c18_lion_on_v100_16_gb_needs_32_devices() -> None:
     graph = decoder("mpt-30b", num_layers=48, hidden=7168, ffn=28672, heads=64, vocabulary=50432,
                     gated=False, tied=True)

@@ -134,6 +134,7 @@ def test_c100_a_cut_in_the_decoder_carries_the_encoder_output() -> None:
         assert backward - forward == pytest.approx(hidden, rel=0.1)
 
 
+@pytest.mark.usefixtures("with_loss_scaling")
 def test_c102_a_proven_plan_for_192_v100() -> None:
     graph = decoder("starcoder", num_layers=40, hidden=6144, ffn=24576, heads=48, kv_heads=1,
                     vocabulary=49152, gated=False, tied=True)

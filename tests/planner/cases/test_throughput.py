@@ -53,7 +53,7 @@ def test_c75_pp_beats_tp_inside_a_node(billions: int, hidden: int, num_layers: i
                     heads=hidden // 64, vocabulary=30592, gated=False, tied=True)
     assert graph.num_parameters / GB == pytest.approx(billions, rel=0.1)
     same: dict[str, Any] = {
-        "global_batch": 256 * 8, "seq_len": 512, "precision": "fp16-mixed", "micro_batch": 8,
+        "global_batch": 256 * 8, "seq_len": 512, "precision": "bf16-mixed", "micro_batch": 8,
         "dp_shard": 1, "dp_replicate": 1}
     tp = planner.plan(graph, "dgx-a100-80g", tp=8, pp=1, **same).prediction
     pp = planner.plan(graph, "dgx-a100-80g", tp=1, pp=8, schedule="1f1b", **same).prediction

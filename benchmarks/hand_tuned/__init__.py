@@ -1,0 +1,1 @@
+"""Planned against hand-tuned layouts, priced on paper."""

@@ -53,7 +53,7 @@ class ParallelMesh:
         return self.mesh["tp"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        return self.mesh[axis].get_group()
+        return self.mesh.get_group(axis)
 
     def data_parallel_mesh(self, needs_compute_copy: bool) -> DeviceMesh | None:
         """The mesh that `fully_shard` or `replicate` works on; None if there is nothing to do."""

@@ -28,9 +28,10 @@ class RandomStreams:
     def seed(self, seed: int, step: int) -> None:
         """Start both streams for a step; seed and step are alike on every rank."""
         place = [self.mesh.coordinate(axis) for axis in AXIS_NAMES]
-        torch.manual_seed(_mixed(seed, [step, *place[:-1], -1]))
-        self._common = _states(self.mesh.device)
-        torch.manual_seed(_mixed(seed, [step, *place]))
+        if self.mesh.spec.tp > 1:
+            _seed(_mixed(seed, [step, *place[:-1], -1]), self.mesh.device)
+            self._common = _states(self.mesh.device)
+        _seed(_mixed(seed, [step, *place]), self.mesh.device)
 
     @contextmanager
     def common(self) -> Iterator[None]:
@@ -53,6 +54,13 @@ def _mixed(seed: int, place: list[int]) -> int:
     for item in (seed, *place):
         mixed = ((mixed ^ (item & 0xFFFFFFFF)) * 0x100000001B3) & 0x7FFFFFFFFFFFFFFF
     return mixed
+
+
+def _seed(number: int, device: torch.device) -> None:
+    """What torch.manual_seed does for these devices; it formats a stack for each kind it lacks."""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
 
 
 def _states(device: torch.device) -> list[torch.Tensor]:

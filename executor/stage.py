@@ -83,6 +83,10 @@ class Cut:
     sent: tuple[Source, ...]
 
 
+class _StageDone(Exception):
+    """All that a stage sends is there: what its model's forward would go on to do is not needed."""
+
+
 class StageModule(nn.Module):  # type: ignore[misc]
     """Runs one stage. Its forward returns the tensors to send, or (last) the weighted loss."""
 
@@ -92,6 +96,7 @@ class StageModule(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.model = model
         self.choices = choices
+        self._last_own = max(choices)
         self.is_last = is_last
         self.weight = 1.0
         self.cut: Cut | None = None
@@ -117,8 +122,9 @@ class StageModule(nn.Module):  # type: ignore[misc]
             first = next(iter(packed.values()))
             self._tp.begin(first.shape[1])
         with implicit_replication() if self._tp is not None else nullcontext():
-            result = self.model(*args, **kwargs)
-            if not self.is_last:
+            try:
+                result = self.model(*args, **kwargs)
+            except _StageDone:
                 return self._to_send()
             prediction = prediction_of(result)
             if isinstance(prediction, Placeholder):
@@ -142,6 +148,8 @@ class StageModule(nn.Module):  # type: ignore[misc]
 
     def _handle(self, index: int, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if index not in self.choices:
+            if index > self._last_own and not self.is_last:
+                raise _StageDone
             return self._elsewhere(index)
         dead = placeholders_in((args, kwargs))
         if dead:

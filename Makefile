@@ -5,12 +5,14 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
+ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint clean
 
 help:
-	@echo "make demo    install into $(VENV), then plan Llama-3-8B for two DGX H100"
+	@echo "make demo    install into $(VENV), plan Llama-3-8B for two DGX H100, then plan a"
+	@echo "             small GPT for four processes of this machine and train it on them"
 	@echo "make test    install into $(VENV), then lint, type check and test"
 	@echo "make lint    the lint and the type check alone"
 	@echo "make clean   remove $(VENV)"
@@ -18,6 +20,11 @@ help:
 
 demo: $(VENV)/.installed
 	$(BIN)/plan llama3-8b --topology dgx-h100:2 --global-batch 256 --seq-len 8192
+	@printf '\nA small GPT, planned for four processes of this machine and trained on them:\n\n'
+	$(ON_CPU) $(BIN)/plan examples/small-gpt/config.json --topology local:4 --use-all-devices \
+	    --global-batch 16 --seq-len 128 --precision fp32 -o $(VENV)/small-gpt.json
+	$(ON_CPU) $(BIN)/torchrun --nproc-per-node 4 -m executor train $(VENV)/small-gpt.json \
+	    --steps 30 --lr 1e-3
 
 test: lint
 	$(BIN)/pytest -n $(JOBS) -m "not processes"

@@ -29,12 +29,21 @@ def commands() -> None:
 @click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True,
               help="The step to train up to.")
 @click.option("--model", help="Where its model is: a config.json, package.module:function.")
-@click.option("--data", metavar="FILE", help="Token ids, one after the other. [synthetic]")
+@click.option("--data", metavar="SOURCE", help="A file of token ids, one after the other, or "
+              "package.module:function, called with (first sample, number of samples) for (inputs, "
+              "targets). [synthetic]")
 @click.option("--data-dtype", type=click.Choice(["uint16", "uint32"]),
-              help="How FILE holds them. [by vocabulary]")
+              help="How a file holds tokens. [by vocabulary]")
+@click.option("--loss", type=click.Choice(["cross-entropy", "mean-squared-error"]),
+              default="cross-entropy", show_default=True)
 @click.option("--lr", "learning_rate", type=click.FloatRange(min=0, min_open=True), default=3e-4,
-              show_default=True, help="Learning rate.")
+              show_default=True, help="Learning rate. The optimizer is the layout's.")
+@click.option("--lr-schedule", type=click.Choice(["constant", "linear", "cosine"]),
+              default="constant", show_default=True, help="How it falls until --steps.")
+@click.option("--lr-floor", type=click.FloatRange(0, 1), default=0.0, show_default=True,
+              help="Share of the learning rate at which it ends.")
 @click.option("--warmup", type=click.IntRange(min=0), default=0, help="Steps of linear warm-up.")
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.01, show_default=True)
 @click.option("--max-norm", type=click.FloatRange(min=0, min_open=True), default=1.0,
               show_default=True, help="Gradients are clipped to this global norm.")
 @click.option("--seed", type=int, default=0, help="Of weights and dropout.")
@@ -42,6 +51,7 @@ def commands() -> None:
 @click.option("--tensorboard", metavar="FOLDER", help="Write the metrics for TensorBoard too.")
 @click.option("--save", metavar="FOLDER", help="Save checkpoints here (at the end at least).")
 @click.option("--save-every", type=click.IntRange(min=0), default=0, help="Steps between them.")
+@click.option("--save-async", is_flag=True, help="Train on while checkpoints are written.")
 @click.option("--resume", is_flag=True, help="Go on from the last whole checkpoint in --save.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[cuda where there is one]")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600.0,

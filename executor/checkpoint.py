@@ -15,7 +15,10 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +35,7 @@ from profiler.errors import InvalidInput
 if TYPE_CHECKING:
     from executor.run import Run
 
-__all__ = ["latest", "load", "save"]
+__all__ = ["Saving", "latest", "load", "save"]
 
 DOCUMENT = "meshwright.json"
 VERSION = 1
@@ -47,32 +50,87 @@ def latest(path: str | Path) -> Path | None:
     return max(found, key=lambda child: int(child.name.removeprefix("step-")), default=None)
 
 
-def save(run: Run, path: str | Path, position: dict[str, Any] | None = None) -> Path:
+@dataclass(slots=True)
+class Saving:
+    """A checkpoint that is being written. final: where it is when it is whole."""
+
+    final: Path
+    _written: Future[Any] | None
+    _document: str
+    _problem: BaseException | None = None
+    _renamed: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def _partial(self) -> Path:
+        return _partial(self.final)
+
+    def start(self) -> Saving:
+        """Rename as soon as all of it is written: at once, or from the thread that writes."""
+        if self._written is None:
+            _on_first_rank(self._finish)
+            self._renamed.set()
+        else:
+            self._written.add_done_callback(self._finish_later)
+        return self
+
+    def wait(self) -> None:
+        """Return when it is whole; raises what kept it from being so."""
+        self._renamed.wait()
+        if self._problem is not None:
+            raise self._problem
+
+    def _finish_later(self, written: Future[Any]) -> None:
+        """Rank 0's part of a write ends after every rank's: it wrote the list of their shards."""
+        try:
+            written.result()
+            if dist.get_rank() == 0:
+                self._finish()
+        except OSError as error:
+            self._problem = InvalidInput(f"{self.final}: cannot be written: "
+                                         f"{error.strerror or error}")
+        except BaseException as error:  # it is raised where it is waited for
+            self._problem = error
+        finally:
+            self._renamed.set()
+
+    def _finish(self) -> None:
+        (self._partial / DOCUMENT).write_text(self._document, encoding="utf-8")
+        for child in (*self._partial.iterdir(), self._partial):
+            _flush(child)
+        if self.final.exists():  # the same step, saved again
+            shutil.rmtree(self.final)
+        self._partial.replace(self.final)
+        _flush(self.final.parent)
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(final.name + ".partial")
+
+
+def save(run: Run, path: str | Path, position: dict[str, Any] | None = None,
+         asynchronous: bool = False) -> Saving:
     """Write the state of a run as `<path>/step-<number>`. Every rank calls it, at the same step.
+
+    asynchronous: the state is copied to host memory, and a thread of each rank writes the copy
+        (`torch.distributed.checkpoint.async_save`), over a process group of its own.
 
     Raises:
         InvalidInput: the folder cannot be written.
     """
     final = Path(path) / f"step-{run.num_steps:08d}"
-    partial = final.with_name(final.name + ".partial")
-    _on_first_rank(lambda: _prepare_folder(partial))
-    dcp.save(dict(_saved(run)), checkpoint_id=partial)
+    _on_first_rank(lambda: _prepare_folder(_partial(final)))
+    state = dict(_saved(run))
     document = {"meshwright": "Checkpoint", "version": VERSION, "model": run.graph.name,
                 "model_digest": digest(run.graph), "num_steps": run.num_steps,
                 "position": position or {}, "scheduler": _plain_state(run.scheduler)}
-
-    def finish() -> None:
-        text = json.dumps(document, indent=1) + "\n"
-        (partial / DOCUMENT).write_text(text, encoding="utf-8")
-        for child in (*partial.iterdir(), partial):
-            _flush(child)
-        if final.exists():  # the same step, saved again
-            shutil.rmtree(final)
-        partial.replace(final)
-        _flush(final.parent)
-
-    _on_first_rank(finish)
-    return final
+    written = None
+    if asynchronous:
+        written = dcp.async_save(state, checkpoint_id=_partial(final),
+                                 process_group=run.background_group())
+    else:
+        dcp.save(state, checkpoint_id=_partial(final))
+    text = json.dumps(document, indent=1) + "\n"
+    return Saving(final=final, _written=written, _document=text).start()
 
 
 def load(run: Run, path: str | Path) -> dict[str, Any]:
@@ -107,7 +165,7 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
             if fused is not None and tensor.dim() > 0:
                 _copy_interleaved(tensor, state[key], fused, run.layout.mesh.tp)
     if run.scheduler is not None and document["scheduler"]:
-        run.scheduler.load_state_dict({**run.scheduler.state_dict(), **document["scheduler"]})
+        _load_scheduler(run, document["scheduler"])
     run.num_steps = int(document["num_steps"])
     return dict(document["position"])
 
@@ -174,6 +232,15 @@ def _plain_state(scheduler: Any) -> dict[str, Any]:
             or (isinstance(value, list) and all(isinstance(v, (int, float)) for v in value))}
 
 
+def _load_scheduler(run: Run, state: dict[str, Any]) -> None:
+    """Continue a learning-rate schedule; its state does not reach the optimizer by itself."""
+    run.scheduler.load_state_dict({**run.scheduler.state_dict(), **state})
+    rates = getattr(run.scheduler, "_last_lr", None)
+    if run.optimizer is not None and rates:
+        for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
 def _prepare_folder(partial: Path) -> None:
     try:
         if partial.exists():  # left by a run that died while saving
@@ -199,6 +266,9 @@ def _on_first_rank(action: Any) -> None:
             action()
         except InvalidInput as error:
             problem = [str(error)]
+        except OSError as error:
+            problem = [f"{error.filename or 'checkpoint'}: cannot be written: "
+                       f"{error.strerror or error}"]
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise InvalidInput(problem[0])

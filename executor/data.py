@@ -6,18 +6,22 @@ stopped.
     synthetic     tokens that step through the vocabulary with a stride of their own (a model learns
                   that within some dozens of steps); random images with random classes
     a file        tokens one after the other as uint16 or uint32, as nanoGPT writes them
+    a function    package.module:function, called as function(first, count): inputs (a tensor, a
+                  tuple or a dict of tensors) and targets of samples first .. first + count - 1
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from executor.models import imported
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph
 
@@ -26,13 +30,41 @@ __all__ = ["Batch", "Source", "make_source"]
 MASKED = 0.15
 """Share of tokens hidden from a masked model (BERT, arXiv:1810.04805)."""
 
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""Inputs by keyword, and targets."""
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+Batch = tuple[Any, torch.Tensor]
+"""Inputs (by keyword, mostly) and targets."""
+
+
+class Source(Protocol):
+    """Where samples come from."""
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Samples first .. first + count - 1."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """rows(first, count) -> (count, seq_len + 1) token ids, or None for images."""
+class FunctionSource:
+    """Samples that a function of the user's makes."""
+
+    function: Callable[[int, int], Any]
+    name: str
+
+    def batch(self, first: int, count: int) -> Batch:
+        made = self.function(first, count)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], torch.Tensor)):
+            raise InvalidInput(f"--data {self.name}: must return (inputs, targets), targets a "
+                               f"tensor; it returns {type(made).__name__}")
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Samples of a Hugging Face model of tokens or images.
+
+    rows(first, count) -> (count, seq_len + 1) token ids, or None for images.
+    """
 
     rows: Callable[[int, int], torch.Tensor] | None
     kind: str
@@ -77,19 +109,24 @@ def make_source(graph: LayerGraph, seq_len: int, data: str | None, dtype: str | 
         InvalidInput: a model of other inputs, a file too short, or with tokens outside the
             vocabulary.
     """
+    if data is not None and FUNCTION.fullmatch(data) and not Path(data).exists():
+        return FunctionSource(function=imported(data), name=data)
     if graph.sample == "images" and config is not None:
+        if data is not None:
+            raise InvalidInput(f"--data {data}: images come from a function "
+                               f"(package.module:function); a file holds tokens")
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        return Source(rows=None, kind="images", shape=(config.num_channels, height, width),
-                      num_classes=config.num_labels)
+        return ModelSource(rows=None, kind="images", shape=(config.num_channels, height, width),
+                           num_classes=config.num_labels)
     vocabulary = getattr(config, "vocab_size", None)
     if graph.sample != "tokens" or vocabulary is None:
-        raise InvalidInput(f"the command line trains Hugging Face models of tokens or images; "
-                           f"{graph.name!r} takes {graph.sample}: use executor.parallelize from "
-                           f"Python")
+        raise InvalidInput(f"{graph.name!r} takes {graph.sample}: there are no synthetic samples "
+                           f"and no files of it; give --data package.module:function, which "
+                           f"returns (inputs, targets) for (first, count)")
     rows = (_synthetic(vocabulary, seq_len) if data is None
             else _file(Path(data), dtype, vocabulary, seq_len))
-    return Source(rows=rows, kind=_kind(graph), vocabulary=vocabulary)
+    return ModelSource(rows=rows, kind=_kind(graph), vocabulary=vocabulary)
 
 
 def _synthetic(vocabulary: int, seq_len: int) -> Callable[[int, int], torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from profiler.errors import InvalidInput
 
-__all__ = ["Loss", "cross_entropy", "mean_squared_error", "prediction_of", "whole"]
+__all__ = ["LOSSES", "Loss", "cross_entropy", "mean_squared_error", "prediction_of", "whole"]
 
 IGNORED = -100
 """Target of a token that counts for nothing, as in torch and transformers."""
@@ -95,3 +95,8 @@ def mean_squared_error() -> Loss:
     return Loss(total=lambda outputs, targets: F.mse_loss(outputs, targets, reduction="sum"),
                 count=lambda targets: float(targets.numel()))
 
+
+
+LOSSES: dict[str, Callable[[], Loss]] = {"cross-entropy": cross_entropy,
+                                         "mean-squared-error": mean_squared_error}
+"""By the name that the command line knows them by."""

@@ -17,7 +17,7 @@ from planner.models import resolve
 from profiler.errors import InvalidInput, UnknownName
 from profiler.layer_graph import LayerGraph
 
-__all__ = ["build_module", "graph_of"]
+__all__ = ["build_module", "graph_of", "imported"]
 
 
 def graph_of(layout: Layout, model: str | None = None) -> LayerGraph:
@@ -73,6 +73,19 @@ def _hugging_face(class_name: str, config: dict[str, Any]) -> nn.Module:
 
 
 def _function(path: str) -> nn.Module:
+    made = imported(path)()
+    model = made[0] if isinstance(made, tuple) else made
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"{path}: returns {type(model).__name__}, not a module")
+    return model.train()
+
+
+def imported(path: str) -> Any:
+    """What `package.module:function` names, looked for in the current folder too.
+
+    Raises:
+        InvalidInput: there is none, or it is nothing to call.
+    """
     module_name, _, attribute = path.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -81,10 +94,8 @@ def _function(path: str) -> nn.Module:
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
-        made = target()
     except (ImportError, AttributeError) as error:
         raise InvalidInput(f"{path}: cannot be imported: {error}") from None
-    model = made[0] if isinstance(made, tuple) else made
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"{path}: returns {type(model).__name__}, not a module")
-    return model.train()
+    if not callable(target):
+        raise InvalidInput(f"{path}: is {type(target).__name__}, not a function")
+    return target

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+from executor.clock import Clock
 from executor.flow import Flow
 from executor.mesh import ParallelMesh, coordinates, rank_at
 from executor.placeholder import Source
@@ -47,7 +48,8 @@ def _examples(flow: Flow, sources: Sequence[Source], tp: int) -> tuple[list[Any]
 
 
 def build_schedule(layout: Layout, mesh: ParallelMesh, flow: Flow,
-                   carried: Sequence[tuple[Source, ...]], stages: dict[int, StageModule]) -> Any:
+                   carried: Sequence[tuple[Source, ...]], stages: dict[int, StageModule],
+                   clock: Clock) -> Any:
     """The schedule that runs this rank's stages.
 
     The shapes of all that crosses a cut are given, so that torch does not run a micro-batch to
@@ -60,10 +62,13 @@ def build_schedule(layout: Layout, mesh: ParallelMesh, flow: Flow,
         outputs, output_grads = _examples(flow, carried[number] if number < last else (), tp)
         if number == last:
             outputs, output_grads = [torch.empty((), device="meta", requires_grad=True)], [None]
-        built.append(PipelineStage(
+        stage: Any = PipelineStage(
             module, number, last + 1, mesh.device, input_args=tuple(inputs),
             output_args=tuple(outputs), input_grads=tuple(input_grads),
-            output_grads=tuple(output_grads), group=mesh.group("pp")))
+            output_grads=tuple(output_grads), group=mesh.group("pp"))
+        stage.forward_one_chunk = clock.watch(number, "forward", stage.forward_one_chunk)
+        stage.backward_one_chunk = clock.watch(number, "backward", stage.backward_one_chunk)
+        built.append(stage)
 
     def loss_of(output: torch.Tensor, target: Any) -> torch.Tensor:
         return output  # the last stage's result is the loss

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from executor.clock import Clock
 from executor.data_parallel import compute_dtype, is_wrapped, prepare_micro_batch
 from executor.flow import find_flow
 from executor.fused import deinterleaved
@@ -26,6 +28,9 @@ from executor.tensor_parallel import TensorParallel
 from planner.layout import Layout
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph
+
+if TYPE_CHECKING:
+    from executor.checkpoint import Saving
 
 __all__ = ["Run"]
 
@@ -57,8 +62,13 @@ class Run:
     seed: int = 0
     num_steps: int = 0
     grad_norm: float = float("nan")
+    clock: Clock = field(init=False)
     _schedule: Any = None
-    _copies: dict[str, list[nn.Parameter]] = field(default_factory=dict)
+    _saving: Saving | None = None
+    _background: Any = None
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.mesh.device)
 
     # ---- parameters ----
 
@@ -182,9 +192,11 @@ class Run:
             prepare_micro_batch(stage, stage.layers, self.mesh, is_last=number == count - 1,
                                 sync_each=sync_each)
             rows = slice(number * self.layout.micro_batch, (number + 1) * self.layout.micro_batch)
-            loss = stage(**{k: v[rows] for k, v in packed.items()},
-                         **{TARGETS: targets[rows]})
-            loss.backward()
+            with self.clock.span(0, "forward"):
+                loss = stage(**{k: v[rows] for k, v in packed.items()},
+                             **{TARGETS: targets[rows]})
+            with self.clock.span(0, "backward"):
+                loss.backward()
             total = total + loss.detach()
         return total
 
@@ -215,7 +227,8 @@ class Run:
             stage.cut = Cut(flow=flow, stage_of=stage_of,
                             received=carried[number - 1] if number else (),
                             sent=carried[number] if number < count - 1 else ())
-        self._schedule = build_schedule(self.layout, self.mesh, flow, carried, self.stages)
+        self._schedule = build_schedule(self.layout, self.mesh, flow, carried, self.stages,
+                                        self.clock)
         self.skeleton = None
 
     def _finish_gradients(self) -> None:
@@ -228,15 +241,37 @@ class Run:
 
     # ---- checkpoints ----
 
-    def save(self, path: str | Path, **position: Any) -> None:
-        """Save parameters, optimizer and position; see `checkpoint.save`."""
+    def save(self, path: str | Path, *, asynchronous: bool = False, **position: Any) -> None:
+        """Save parameters, optimizer and position as `<path>/step-<number>`. Collective.
+
+        asynchronous: training may go on while the checkpoint is written from a copy; it counts
+            once it is whole. `wait_for_save` says when, and so does the next save, which waits.
+        position: what `load` is to return, as JSON.
+
+        Raises:
+            InvalidInput: the folder cannot be written.
+        """
         from executor.checkpoint import save
 
-        save(self, path, position)
+        self.wait_for_save()
+        self._saving = save(self, path, position, asynchronous)
+        if not asynchronous:
+            self.wait_for_save()
+
+    def wait_for_save(self) -> None:
+        """Return when the last checkpoint is on disk; raises what went wrong with it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def background_group(self) -> dist.ProcessGroup:
+        """The group over which checkpoints are coordinated while training goes on."""
+        if self._background is None:
+            self._background = dist.new_group(backend="gloo")
+        return self._background
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load what `save` saved, under whatever layout; returns the position it was given."""
         from executor.checkpoint import load
 
         return load(self, path)
-

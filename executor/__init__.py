@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["Loss", "Run", "cross_entropy", "mean_squared_error", "parallelize"]
+__all__ = ["Deferred", "Loss", "Run", "cross_entropy", "mean_squared_error", "parallelize"]
 
-_HOMES = {"Loss": "executor.losses", "cross_entropy": "executor.losses",
-          "mean_squared_error": "executor.losses", "Run": "executor.run",
+_HOMES = {"Deferred": "executor.deferred", "Loss": "executor.losses", "Run": "executor.run",
+          "cross_entropy": "executor.losses", "mean_squared_error": "executor.losses",
           "parallelize": "executor.parallelize"}
 
 

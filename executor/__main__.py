@@ -49,6 +49,8 @@ def commands() -> None:
 @click.option("--seed", type=int, default=0, help="Of weights and dropout.")
 @click.option("--metrics", metavar="FILE", help="Append the metrics of each step as JSON lines.")
 @click.option("--tensorboard", metavar="FOLDER", help="Write the metrics for TensorBoard too.")
+@click.option("--report", metavar="FILE", help="Write the last table, predicted against measured, "
+              "as JSON too.")
 @click.option("--save", metavar="FOLDER", help="Save checkpoints here (at the end at least).")
 @click.option("--save-every", type=click.IntRange(min=0), default=0, help="Steps between them.")
 @click.option("--save-async", is_flag=True, help="Train on while checkpoints are written.")

@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from executor.fused import interleaved
+from executor.fused import copy_whole
 from profiler.documents import digest, read_data
 from profiler.errors import InvalidInput
 
@@ -163,7 +162,7 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
         for key, (parameter, tensor) in targets.items():
             fused = run.fused_of(parameter)
             if fused is not None and tensor.dim() > 0:
-                _copy_interleaved(tensor, state[key], fused, run.layout.mesh.tp)
+                copy_whole(tensor, state[key], fused, run.layout.mesh.tp)
     if run.scheduler is not None and document["scheduler"]:
         _load_scheduler(run, document["scheduler"])
     run.num_steps = int(document["num_steps"])
@@ -185,27 +184,6 @@ def _saved(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
         interleaved_shards = run.fused_of(parameter) is not None and tensor.dim() > 0
         # a collective, over the ranks that hold this parameter: they come here in one order
         yield key, run.whole(parameter, tensor).cpu() if interleaved_shards else tensor.detach()
-
-
-def _copy_interleaved(tensor: torch.Tensor, whole: torch.Tensor, fused: tuple[int, int],
-                      degree: int) -> None:
-    """Put a tensor in its original order into the interleaved shards of `tensor`."""
-    data = interleaved(whole, *fused, degree)
-    if isinstance(tensor, DTensor):
-        device = tensor.to_local().device
-        made = distribute_tensor(data.to(device), tensor.device_mesh, _plain(tensor.placements),
-                                 src_data_rank=None)
-        made = made.redistribute(placements=tensor.placements)
-        tensor.to_local().copy_(made.to_local())
-    else:
-        tensor.copy_(data)
-
-
-def _plain(placements: Any) -> list[Any]:
-    """Replicated, for a mesh of any number of dims: from there any sharding is a local slice."""
-    from torch.distributed.tensor import Replicate
-
-    return [Replicate()] * len(placements)
 
 
 def _make_optimizer_state(run: Run) -> None:

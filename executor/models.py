@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor.deferred import Deferred
 from executor.legality import check_model
 from planner.layout import Layout
 from planner.models import resolve
 from profiler.errors import InvalidInput, UnknownName
 from profiler.layer_graph import LayerGraph
 
-__all__ = ["build_module", "graph_of", "imported"]
+__all__ = ["build_deferred", "build_module", "graph_of", "imported"]
 
 
 def graph_of(layout: Layout, model: str | None = None) -> LayerGraph:
@@ -53,6 +54,14 @@ def build_module(graph: LayerGraph, seed: int) -> nn.Module:
     raise InvalidInput(f"the LayerGraph of {graph.name!r} does not say what it was traced from: "
                        f"pass the "
                        f"module to executor.parallelize from Python")
+
+
+def build_deferred(graph: LayerGraph, seed: int) -> nn.Module | Deferred:
+    """The same without memory for its weights, where its code can be run so."""
+    try:
+        return Deferred.build(lambda: build_module(graph, seed), seed)
+    except InvalidInput:
+        return build_module(graph, seed)
 
 
 def _hugging_face(class_name: str, config: dict[str, Any]) -> nn.Module:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from executor.data_parallel import compute_dtype, shard_stage, stored_dtype
+from executor.deferred import Deferred, allocate
+from executor.fused import copy_whole
 from executor.legality import check_layout, check_model, choices, stage_of_layers
 from executor.losses import Loss
 from executor.mesh import ParallelMesh, build_mesh
@@ -26,7 +28,7 @@ from profiler.layer_graph import LayerGraph
 __all__ = ["parallelize"]
 
 
-def parallelize(model: nn.Module, layout: Layout, *, loss: Loss,
+def parallelize(model: nn.Module | Deferred, layout: Layout, *, loss: Loss,
                 optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
                 scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
                 graph: LayerGraph | None = None, example_inputs: Any = None,
@@ -35,11 +37,12 @@ def parallelize(model: nn.Module, layout: Layout, *, loss: Loss,
     """Make `model` run as `layout` says, on the processes that are running.
 
     model: the whole model with its weights, alike on every rank (it is taken apart: do not use it
-        after).
+        after). Or one without weights, of which each rank makes only its shards: a Hugging Face
+        model on the meta device, or executor.Deferred.build(function that builds it, seed).
     loss: what is minimised, as sums with counts. optimizer: makes one of (groups of) parameters.
     graph: the model's LayerGraph; else it is traced, which needs `example_inputs` unless the model
         has a Hugging Face config. max_norm: clip gradients to this global norm. seed: of dropout,
-        alike on every rank.
+        and of a meta model's weights; alike on every rank.
 
     Raises:
         UnsupportedLayout: the layout is illegal for the model or asks for what the executor has
@@ -52,6 +55,10 @@ def parallelize(model: nn.Module, layout: Layout, *, loss: Loss,
             f"counts (a mean of "
             f"means is wrong for unequal micro-batches): executor.cross_entropy(), or Loss(total=, "
             f"count=)")
+    deferred = None
+    if isinstance(model, Deferred) or any(p.is_meta for p in model.parameters()):
+        deferred = model if isinstance(model, Deferred) else Deferred.of(model, seed)
+        model = deferred.model
     graph = graph or _traced(model, layout, example_inputs)
     check_model(layout, graph)
     check_layout(layout, graph)
@@ -69,6 +76,8 @@ def parallelize(model: nn.Module, layout: Layout, *, loss: Loss,
     run = Run(layout=layout, graph=graph, mesh=mesh, loss=loss, stages=stages, names=names,
               shared=shared, random=random, tensor_parallel=tensor_parallel, skeleton=skeleton,
               max_norm=max_norm, seed=seed)
+    if deferred is not None:
+        _fill(run, deferred)
     if optimizer is not None:
         trainable = [p for _, _, p in run.named_parameters() if p.requires_grad]
         # a rank whose layers are all frozen still keeps time with the others' schedules
@@ -76,6 +85,17 @@ def parallelize(model: nn.Module, layout: Layout, *, loss: Loss,
         run.scheduler = scheduler(run.optimizer) if scheduler is not None else None
     random.seed(seed, 0)
     return run
+
+
+def _fill(run: Run, deferred: Deferred) -> None:
+    """Give the parameters of this rank their weights, one after the other."""
+    places: dict[str, list[nn.Parameter]] = {}
+    for name, _, parameter in run.named_parameters():
+        places.setdefault(name, []).append(parameter)
+    with torch.no_grad():
+        for name, whole in deferred.parameters(set(places)):
+            for parameter in places[name]:
+                copy_whole(parameter.data, whole, run.fused_of(parameter), run.layout.mesh.tp)
 
 
 def _traced(model: nn.Module, layout: Layout, example_inputs: Any) -> LayerGraph:
@@ -125,7 +145,11 @@ def _prepare(model: nn.Module, layout: Layout) -> None:
     stored = stored_dtype(layout.request.bytes)
     kept = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
     if kept - {stored, torch.float64}:  # float64 is for proofs: it stays
+        exact = [(m, key, b) for m in model.modules() for key, b in m._buffers.items()
+                 if type(m).__name__.endswith("RotaryEmbedding")]
         model.to(stored)
+        for module, key, buffer in exact:  # angles of late positions need more than 8 bits
+            module._buffers[key] = buffer
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
@@ -164,6 +188,11 @@ def _copy(parameter: nn.Parameter, is_shared: bool) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Bring what has values to the device."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
 def _stage(model: nn.Module, layout: Layout, graph: LayerGraph, mesh: ParallelMesh, loss: Loss,
            number: int, shared: set[int], tensor_parallel: TensorParallel | None) -> StageModule:
     chosen = dict(layout.stages[number].iter_layers())
@@ -175,7 +204,7 @@ def _stage(model: nn.Module, layout: Layout, graph: LayerGraph, mesh: ParallelMe
         model = copy_with(model, lambda p: _copy(p, id(p) in shared) if id(p) in own else None)
         modules = layer_modules(model, names)
         drop_parameters(model, original, [modules[index] for index in chosen])
-    model.to(mesh.device)
+    _move(model, mesh.device)
     synchronize_statistics(model, mesh)
     if tensor_parallel is not None:
         modules = layer_modules(model, names)
@@ -189,6 +218,7 @@ def _stage(model: nn.Module, layout: Layout, graph: LayerGraph, mesh: ParallelMe
         name: tensor_parallel.fused[p] for name, p in model.named_parameters()
         if p in tensor_parallel.fused}
     shard_stage(stage, stage.layers, mesh, layout.request.bytes)
+    allocate(stage, mesh.device)
     for name, parameter in model.named_parameters():
         if name in fused:  # FSDP2 puts a parameter of its own in the place of each
             parameter.meshwright_fused = fused[name]

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from executor.checkpoint import latest
 from executor.data import Source, make_source
+from executor.deferred import Deferred
 from executor.legality import check_layout
 from executor.losses import LOSSES
 from executor.metrics import Metrics, Recorder, peak_memory_bytes, reset_peak_memory
-from executor.models import build_module, graph_of
+from executor.models import build_deferred, graph_of
 from executor.optimizers import LrSchedule, make_optimizer, make_rate
 from executor.parallelize import parallelize
 from executor.run import Run
@@ -53,6 +54,7 @@ class Options:
     save_every: int = 0
     save_async: bool = False
     resume: bool = False
+    report: str | None = None
     device: str | None = None
     timeout_s: float = 600.0
 
@@ -71,9 +73,10 @@ def train(options: Options) -> None:
         raise InvalidInput("--resume, --save-every and --save-async need --save, the folder of "
                            "the checkpoints")
     recorder = _recorder(options)
-    model = build_module(graph, options.seed)
+    model = build_deferred(graph, options.seed)
+    plain = model.model if isinstance(model, Deferred) else model
     source = make_source(graph, layout.request.seq_len, options.data, options.data_dtype,
-                         getattr(model, "config", None))
+                         getattr(plain, "config", None))
     if "RANK" in os.environ:
         _start_group(device_type, options.timeout_s)
     rate = make_rate(options.lr_schedule, options.warmup, options.steps, options.lr_floor)
@@ -82,10 +85,10 @@ def train(options: Options) -> None:
         device_type=device_type, max_norm=options.max_norm, seed=options.seed,
         optimizer=make_optimizer(layout.request, options.learning_rate, options.weight_decay),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate))
-    del model
+    del model, plain
     num_samples = _resume(run, options) if options.resume else 0
     history = _loop(run, graph, source, options, recorder, num_samples)
-    print_summary(run, history)
+    print_summary(run, history, options.report)
     dist.barrier()
     if recorder is not None:
         recorder.close()

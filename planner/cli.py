@@ -1,8 +1,8 @@
 """The command `plan`.
 
-The first word is a command (check, models, topologies, schema), or else a MODEL to plan. Results
-go to standard output, everything else to standard error. Exit status: 0 planned, 2 invalid input,
-3 nothing fits, 130 interrupted with nothing to show; `check`: 2 illegal, 3 legal but does not fit.
+The first word is a command (check, scale, launch, models, topologies, schema), or else a MODEL.
+Results go to standard output, everything else to standard error. Exit status: 0 planned, 2 invalid
+input, 3 nothing fits, 130 interrupted with nothing to show; `check`: 2 illegal, 3 does not fit.
 """
 
 from __future__ import annotations
@@ -264,6 +264,39 @@ def _numbers(text: str) -> list[int]:
         raise InvalidInput(f"--devices {text[:80]!r}: whole numbers joined by commas are needed, "
                            "for example 8,64,512")
     return [int(part) for part in parts]
+
+
+@commands.command("launch")
+@click.argument("layout")
+@click.argument("train", nargs=-1, type=click.UNPROCESSED)
+@click.option("--topology", "-t", metavar="T", help="Launch on this topology instead of its own.")
+@click.option("--job-name", default="meshwright", show_default=True)
+@click.option("--partition", metavar="NAMES", help="Slurm partition.")
+@click.option("--time", metavar="TIME", help="Slurm's limit on the run time, as 12:00:00.")
+@click.option("--port", type=int, default=29500, show_default=True,
+              help="Where host 0 listens for the others.")
+@click.option("--output", "-o", metavar="FILE", help="Write the script here.")
+def _launch(layout: str, train: tuple[str, ...], topology: str | None, output: str | None,
+            **options: Any) -> None:
+    """Print a Slurm script that runs LAYOUT, and the torchrun command of each host.
+
+    What follows -- is passed on: plan launch layout.json -- --steps 1000 --save ckpt
+    """
+    from planner import launch, topology_files
+    from planner.layout import Layout
+    from profiler.documents import load
+
+    if output is not None:
+        _check_writable(Path(output))
+    wanted = load(Layout, layout)
+    if topology is not None:
+        wanted = replace(wanted, topology=replace(wanted.topology, digest=None))
+    text = launch.script(wanted, topology_files.resolve(topology or wanted.topology.name),
+                         launch.Launch(path=layout, train=train, **options))
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        _write(Path(output), text)
 
 
 @commands.command("models")

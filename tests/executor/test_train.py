@@ -45,7 +45,7 @@ def _command(folder: Path, layout: str, processes: int, *options: str) -> list[s
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     return [sys.executable, *(start if processes > 1 else []), "-m", "executor", "train",
             str(folder / f"{layout}.json"), "--model", str(folder / "graph.json"),
-            "--device", "cpu", "--lr", "3e-3", *options]
+            "--device", "cpu", "--lr", "3e-3", "--warmup", "3", *options]
 
 
 def _losses(log: Path) -> dict[int, float]:
@@ -57,7 +57,8 @@ def test_a_checkpoint_goes_on_under_other_layouts(folder, tmp_path):
     for layout, processes, steps in (("dp_tp", 4, 3), ("pp_dp", 4, 5), ("one", 1, 7)):
         status, output = run_group(
             _command(folder, layout, processes, "--steps", str(steps), "--save", saved,
-                     "--metrics", str(log), *(["--resume"] if steps > 3 else [])), 150)
+                     "--metrics", str(log), *(["--resume"] if steps > 3 else []),
+                     *(["--save-async", "--save-every", "1"] if layout == "dp_tp" else [])), 150)
         assert status == 0, output[-4000:]
     alone = tmp_path / "alone.jsonl"
     status, output = run_group(
@@ -82,11 +83,12 @@ def _workers(agent: int) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("moment", ["during a step", "during a save"])
+@pytest.mark.parametrize("moment", ["during a step", "during a save", "during a background save"])
 def test_a_killed_rank_ends_the_others_and_loses_nothing_saved(folder, tmp_path, moment):
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
     command = _command(folder, "pp", 2, "--steps", "1000", "--save", str(saved), "--save-every",
-                       "2", "--metrics", str(log))
+                       "1" if "save" in moment else "2", "--metrics", str(log),
+                       *(["--save-async"] if "background" in moment else []))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     out = tmp_path / "output.txt"
     with out.open("w") as file:
@@ -96,7 +98,7 @@ def test_a_killed_rank_ends_the_others_and_loses_nothing_saved(folder, tmp_path,
         deadline = time.monotonic() + 120
         while len(list(saved.glob("step-*[0-9]"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-        while moment == "during a save" and not list(saved.glob("*.partial")) \
+        while "save" in moment and not list(saved.glob("*.partial")) \
                 and time.monotonic() < deadline:
             time.sleep(0.0005)
         workers = _workers(agent.pid)

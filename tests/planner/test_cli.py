@@ -486,7 +486,8 @@ def test_no_torch_for_models_of_the_catalogue() -> None:
             "print(*sys.modules, file=sys.stderr); sys.exit(status)")
     for arguments, heavy in ((SMALL, {"torch", "transformers"}),
                              (["models"], {"torch", "ortools", "networkx", "numpy", "rich"}),
-                             (["schema", "request"], {"torch", "ortools", "networkx", "numpy"})):
+                             (["schema", "request"], {"torch", "ortools", "networkx", "numpy"}),
+                             (["launch", "--help"], {"torch", "ortools", "networkx", "numpy"})):
         done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, text=True,
                               capture_output=True, check=True)
         assert not heavy & set(done.stderr.split())
@@ -515,6 +516,7 @@ def test_readme_commands_run(command: Command, tmp_path: Path) -> None:
     (tmp_path / "mypkg").mkdir()
     (tmp_path / "mypkg" / "models.py").write_text(BUILDER)
     (tmp_path / "mine.json").write_text(readme_block("json"))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     lines = readme_commands()
     assert len(lines) >= 8
     for line in lines:

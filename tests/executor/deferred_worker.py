@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +20,7 @@ from executor.deferred import Deferred
 from executor.losses import mean_squared_error
 from executor.metrics import peak_memory_bytes, reset_peak_memory
 from executor.parallelize import parallelize
+from profiler.errors import InvalidInput
 from profiler.trace import trace
 from tests.executor import tiny
 from tests.executor.cases import MIXED, Case
@@ -110,6 +113,13 @@ def check_background_save(folder: Path) -> None:
     assert again.load(place[0]) == {"mark": 7}
     assert again.num_steps == 1
     assert [again.step(data.inputs, data.targets) for _ in range(3)] == losses
+    again.graph = replace(graph, name="other")
+    with pytest.raises(InvalidInput, match="is a checkpoint of model 'gpt2'"):
+        again.load(place[0])
+    with pytest.raises(InvalidInput, match="no whole checkpoint there"):
+        again.load(folder)
+    with pytest.raises(InvalidInput, match="must be the global batch 4, or this rank's 2 of it"):
+        run.step({"input_ids": data.inputs["input_ids"][:3]}, data.targets[:3])
 
 
 def main() -> None:

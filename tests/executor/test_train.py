@@ -20,8 +20,6 @@ from tests.executor import tiny
 from tests.executor.cases import Case
 from tests.executor.launch import ROOT, run_group
 
-pytestmark = pytest.mark.processes
-
 LAYOUTS = {
     "one": Case(name="", model="gpt2", num_micro_batches=4),
     "dp_tp": Case(name="", model="gpt2", mesh=dict(dp_shard=2, tp=2)),
@@ -52,6 +50,7 @@ def _losses(log: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in map(json.loads, log.read_text().splitlines())}
 
 
+@pytest.mark.processes
 def test_a_checkpoint_goes_on_under_other_layouts(folder, tmp_path):
     saved, log = str(tmp_path / "saved"), tmp_path / "log.jsonl"
     for layout, processes, steps in (("dp_tp", 4, 3), ("pp_dp", 4, 5), ("one", 1, 7)):
@@ -83,6 +82,7 @@ def _workers(agent: int) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("moment", ["during a step", "during a save", "during a background save"])
 def test_a_killed_rank_ends_the_others_and_loses_nothing_saved(folder, tmp_path, moment):
     saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
@@ -116,22 +116,3 @@ def test_a_killed_rank_ends_the_others_and_loses_nothing_saved(folder, tmp_path,
     assert status == 0, output[-4000:]
     assert f"step {last + 1:>6}" in output
     assert f"step {last:>6}" not in output
-
-
-def test_wrong_use_gives_one_message(folder, tmp_path):
-    status, output = run_group(_command(folder, "pp", 1), 120)
-    assert status == 2
-    assert "needs 2 processes, 1 are running" in output
-    assert "Traceback" not in output
-    broken = json.loads((folder / "one.json").read_text())
-    broken["num_micro_batches"] = 3
-    (folder / "broken.json").write_text(json.dumps(broken))
-    status, output = run_group(_command(folder, "broken", 1), 120)
-    assert status == 2
-    assert "global_batch 4 must equal" in output
-    short = tmp_path / "tokens.bin"
-    short.write_bytes(b"\0" * 8)
-    status, output = run_group(_command(folder, "one", 1, "--data", str(short)), 120)
-    assert status == 2
-    assert "holds 4 tokens, one sample needs 17" in output
-    assert "Traceback" not in output

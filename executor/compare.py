@@ -96,12 +96,10 @@ def _alone_steps(problem: Problem) -> list[float]:
 
 
 def compare(problem: Problem, layout: Layout, graph: LayerGraph,
-            change: Callable[[Run], None] = lambda run: None,
-            with_steps: bool = True) -> Comparison:
+            change: Callable[[Run], None] = lambda run: None) -> Comparison:
     """Run `layout` beside one process. Collective: every rank calls it and gets the same answer.
 
-    change: applied to each run before it starts (tests break it here). with_steps: compare the
-    losses of some steps too; else they count as equal.
+    change: applied to each run before it starts (tests break it here).
     """
     wanted, truth = _alone(problem, torch.float64)
     run = _run(problem, layout, graph, torch.float64)
@@ -120,7 +118,7 @@ def compare(problem: Problem, layout: Layout, graph: LayerGraph,
             worst, where = error, name
     expected = {n for n, _, p in run.named_parameters() if p.requires_grad and n in truth}
     seen = {n for n in gradients if n in truth}
-    steps = _difference_over_steps(problem, layout, graph, change) if with_steps else 0.0
+    steps = _difference_over_steps(problem, layout, graph, change)
     return _worst(Comparison(gradient=worst, where=where, loss=abs(got - wanted) / abs(wanted),
                              num_compared=len(seen), num_missing=len(expected - seen),
                              steps=steps), seen, set(truth))

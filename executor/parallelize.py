@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from executor.run import Run
 from executor.stage import StageModule, copy_with, drop_parameters
 from executor.statistics import has_statistics, synchronize_statistics
 from executor.tensor_parallel import TensorParallel
+from executor.tensor_plan import PlannedGraph, apply_plan, hugging_face_plan
 from planner.layout import Layout
 from profiler.errors import InvalidInput, UnsupportedLayout
 from profiler.layer_calls import layer_modules
@@ -33,7 +34,8 @@ def parallelize(model: nn.Module | Deferred, layout: Layout, *, loss: Loss,
                 scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
                 graph: LayerGraph | None = None, example_inputs: Any = None,
                 max_norm: float | None = None, seed: int = 0,
-                device_type: str | None = None) -> Run:
+                device_type: str | None = None,
+                tensor_parallel_plan: Mapping[str, str] | Literal["auto"] | None = None) -> Run:
     """Make `model` run as `layout` says, on the processes that are running.
 
     model: the whole model with its weights, alike on every rank (it is taken apart: do not use it
@@ -42,7 +44,9 @@ def parallelize(model: nn.Module | Deferred, layout: Layout, *, loss: Loss,
     loss: what is minimised, as sums with counts. optimizer: makes one of (groups of) parameters.
     graph: the model's LayerGraph; else it is traced, which needs `example_inputs` unless the model
         has a Hugging Face config. max_norm: clip gradients to this global norm. seed: of dropout,
-        and of a meta model's weights; alike on every rank.
+        and of a meta model's weights; alike on every rank. tensor_parallel_plan: which modules are
+        divided, by name, in Hugging Face's words (see `tensor_plan`); "auto": the plan that the
+        model ships with; None: all that the trace divides.
 
     Raises:
         UnsupportedLayout: the layout is illegal for the model or asks for what the executor has
@@ -61,17 +65,20 @@ def parallelize(model: nn.Module | Deferred, layout: Layout, *, loss: Loss,
         model = deferred.model
     graph = graph or _traced(model, layout, example_inputs)
     check_model(layout, graph)
-    check_layout(layout, graph)
+    planned = _planned(model, graph, tensor_parallel_plan)
+    check_layout(layout, planned.graph)
     _check_modules(model, layout, graph)
     mesh = build_mesh(layout, device_type)
     _prepare(model, layout)
     random = RandomStreams(mesh)
-    tensor_parallel = TensorParallel(mesh.tp_mesh, random) if layout.mesh.tp > 1 else None
+    tensor_parallel = (TensorParallel(mesh.tp_mesh, random, planned.vouched)
+                       if layout.mesh.tp > 1 else None)
     names = _first_names(model)
     shared = _shared(model, layout, graph, mesh, names)
     skeleton = _skeleton(model) if layout.mesh.pp > 1 else None
     tied = {id(p) for name, p in model.named_parameters() if name in {s.name for s in shared}}
-    stages = {number: _stage(model, layout, graph, mesh, loss, number, tied, tensor_parallel)
+    stages = {number: _stage(model, layout, planned.graph, mesh, loss, number, tied,
+                             tensor_parallel)
               for number in local_stages(layout, mesh.coordinate("pp"))}
     run = Run(layout=layout, graph=graph, mesh=mesh, loss=loss, stages=stages, names=names,
               shared=shared, random=random, tensor_parallel=tensor_parallel, skeleton=skeleton,
@@ -96,6 +103,18 @@ def _fill(run: Run, deferred: Deferred) -> None:
         for name, whole in deferred.parameters(set(places)):
             for parameter in places[name]:
                 copy_whole(parameter.data, whole, run.fused_of(parameter), run.layout.mesh.tp)
+
+
+def _planned(model: nn.Module, graph: LayerGraph,
+             plan: Mapping[str, str] | Literal["auto"] | None) -> PlannedGraph:
+    if plan is None:
+        return PlannedGraph(graph, frozenset())
+    if plan == "auto":
+        plan = hugging_face_plan(model)
+        if not plan:
+            raise InvalidInput(f"{type(model).__name__} ships with no tensor-parallel plan: give "
+                               f"one, or none (what the trace finds)")
+    return apply_plan(model, graph, plan)
 
 
 def _traced(model: nn.Module, layout: Layout, example_inputs: Any) -> LayerGraph:

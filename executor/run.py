@@ -63,7 +63,7 @@ class Run:
     num_steps: int = 0
     grad_norm: float = float("nan")
     clock: Clock = field(init=False)
-    _schedule: Any = None
+    _schedules: dict[Any, tuple[Any, dict[int, Cut]]] = field(default_factory=dict)
     _saving: Saving | None = None
     _background: Any = None
 
@@ -203,19 +203,28 @@ class Run:
     def _pipeline(self, packed: dict[str, torch.Tensor], targets: torch.Tensor
                   ) -> torch.Tensor:
         """Micro-batches through the pipeline; the loss is on its last rank, zero elsewhere."""
-        if self._schedule is None:
-            self._connect({k: v[:self.layout.micro_batch] for k, v in packed.items()})
+        schedule = self._connect({k: v[:self.layout.micro_batch] for k, v in packed.items()})
         losses: list[torch.Tensor] = []
         last = len(self.layout.stages) - 1
         extra = {TARGETS: targets} if last in self.stages else {}
-        self._schedule.step(target=targets, losses=losses, return_outputs=False,
+        schedule.step(target=targets, losses=losses, return_outputs=False,
                             **packed, **extra)
         if not losses:
             return torch.zeros((), device=self.mesh.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _connect(self, micro_batch: dict[str, torch.Tensor]) -> None:
-        """Learn what crosses each cut, and make the schedule."""
+    def _connect(self, micro_batch: dict[str, torch.Tensor]) -> Any:
+        """Learn what crosses each cut, and make the schedule: anew for inputs of other shapes,
+        since torch's stages have buffers of fixed shapes."""
+        shapes = tuple((name, t.shape, t.dtype) for name, t in sorted(micro_batch.items()))
+        if shapes not in self._schedules:
+            self._schedules[shapes] = self._make_schedule(micro_batch)
+        schedule, cuts = self._schedules[shapes]
+        for number, stage in self.stages.items():
+            stage.cut = cuts[number]
+        return schedule
+
+    def _make_schedule(self, micro_batch: dict[str, torch.Tensor]) -> tuple[Any, dict[int, Cut]]:
         assert self.skeleton is not None
         args, kwargs = unpack_inputs(micro_batch)
         names = [layer.name for layer in self.graph.layers]
@@ -223,13 +232,12 @@ class Run:
                          compute_dtype(self.layout.request.bytes))
         stage_of, count = stage_of_layers(self.layout), len(self.layout.stages)
         carried = flow.carried(stage_of, count)
-        for number, stage in self.stages.items():
-            stage.cut = Cut(flow=flow, stage_of=stage_of,
+        cuts = {number: Cut(flow=flow, stage_of=stage_of,
                             received=carried[number - 1] if number else (),
                             sent=carried[number] if number < count - 1 else ())
-        self._schedule = build_schedule(self.layout, self.mesh, flow, carried, self.stages,
-                                        self.clock)
-        self.skeleton = None
+                for number in self.stages}
+        return (build_schedule(self.layout, self.mesh, flow, carried, self.stages, self.clock),
+                cuts)
 
     def _finish_gradients(self) -> None:
         finish_partial(p for _, _, p in self.named_parameters())

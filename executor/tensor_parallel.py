@@ -36,7 +36,7 @@ from executor.random_state import RandomStreams
 from planner.division import kv_copies, kv_parameters
 from planner.layout import Choice
 from profiler.errors import InternalError, UnsupportedLayout
-from profiler.families import FAMILIES, NORMS
+from profiler.families import FAMILIES, NORMS, Family
 from profiler.layer_graph import LayerKind
 
 __all__ = ["TensorParallel"]
@@ -60,12 +60,14 @@ def _no_implicit_replication() -> Iterator[None]:
 class TensorParallel:
     """Divides the layers of one model and runs them.
 
+    vouched: classes beyond FAMILIES whose code stands the division.
     fused: by parameter, the (dim, number) of matrices held side by side: its shards are
         interleaved.
     """
 
     mesh: DeviceMesh
     random: RandomStreams
+    vouched: frozenset[str] = frozenset()
     fused: dict[nn.Parameter, tuple[int, int]] = field(default_factory=dict)
     _roles: dict[int, Role] = field(default_factory=dict)
     _made: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
@@ -148,6 +150,8 @@ class TensorParallel:
 
     def _change(self, module: nn.Module, split_of: dict[str, str], copies: int) -> None:
         family = FAMILIES.get(type(module).__name__)
+        if family is None and type(module).__name__ in self.vouched:
+            family = Family()
         if family is not None:
             for attribute in family.group_attributes:
                 if hasattr(module, attribute):

@@ -32,7 +32,6 @@ class Case:
     choices: tuple[Choice, ...] = (Choice(),)
     whole: tuple[int, ...] = ()
     max_norm: float | None = 0.1
-    with_steps: bool = True
     change: Callable[[Any], None] = lambda run: None
 
     def layout(self, graph: LayerGraph, precision: str = "fp32") -> Layout:

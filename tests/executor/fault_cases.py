@@ -48,6 +48,17 @@ def untie(run: Any) -> None:
     run.shared.clear()
 
 
+def mean_of_means(run: Any) -> None:
+    """The usual loss: a mean over each micro-batch, averaged over micro-batches and ranks."""
+    loss, count = run.loss, run.layout.num_micro_batches
+
+    def total(outputs: Any, targets: Any) -> Any:
+        return loss.total(outputs, targets) / loss.count(targets)
+    run.loss = replace(loss, total=total, count=lambda targets: float(count))
+    for stage in run.stages.values():
+        stage._loss = run.loss
+
+
 def scale_loss(run: Any) -> None:
     """A count of loss terms that is off by a thousandth."""
     count = run.loss.count
@@ -61,5 +72,6 @@ FAULTS = [
          change=skip_tensor_sync),
     Case(name="dropped layer", model="gpt2", mesh=dict(dp_shard=2), change=drop_layer),
     Case(name="untied embedding", model="gpt2", mesh=dict(pp=2), change=untie),
+    Case(name="mean of means", model="gpt2", mesh=dict(dp_shard=2), change=mean_of_means),
     Case(name="wrong loss scale", model="gpt2", mesh=dict(dp_shard=2), change=scale_loss),
 ]

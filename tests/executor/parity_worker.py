@@ -66,7 +66,7 @@ def run_cases(cases: list[Case], folder: Path) -> dict[str, Any]:
         layout = case.layout(graph)
         try:
             found = compare(problem_of(case, layout.request.global_batch), layout, graph,
-                            change=case.change, with_steps=case.with_steps)
+                            change=case.change)
         except Exception:
             print(f"case {case.name} failed on rank {dist.get_rank()}:\n{traceback.format_exc()}",
                   flush=True)

@@ -10,6 +10,7 @@ from executor.deferred import Deferred
 from profiler.errors import InvalidInput
 from tests.executor import tiny
 from tests.executor.launch import torchrun
+from tests.executor.plain import PLAIN
 
 SEED = 5
 
@@ -41,10 +42,10 @@ def hugging_face(name: str) -> nn.Module:
     return getattr(transformers, class_name)(built)
 
 
-@pytest.mark.parametrize("name", [*tiny.CONFIGS, "odd", *tiny.PLAIN])
+@pytest.mark.parametrize("name", [*tiny.CONFIGS, "odd", *PLAIN])
 def test_weights_are_those_of_an_ordinary_construction(name):
     build = {"odd": Odd}.get(name) or (
-        tiny.PLAIN[name][0] if name in tiny.PLAIN else lambda: hugging_face(name))
+        PLAIN[name].model if name in PLAIN else lambda: hugging_face(name))
     deferred = Deferred.build(build, SEED)
     torch.manual_seed(SEED)
     plain = build()

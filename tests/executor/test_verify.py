@@ -46,7 +46,7 @@ def test_the_layout_of_the_readme_is_verified(tmp_path):
 
 @pytest.mark.processes
 def test_a_function_is_verified_as_it_is_and_a_fault_is_found(tmp_path, monkeypatch, capsys):
-    name = f"{WORKER}:mlp"
+    name = "tests.executor.plain:mlp"
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     graph = resolve(name)

@@ -26,10 +26,6 @@ from tests.executor.fault_cases import FAULTS
 FAULT = "MESHWRIGHT_TEST_FAULT"
 
 
-def mlp() -> tuple[Any, torch.Tensor]:
-    return tiny.FrozenMLP(), torch.zeros(2, 12)
-
-
 def chosen() -> Any:
     return {case.name: case.change for case in FAULTS}[os.environ[FAULT]]
 

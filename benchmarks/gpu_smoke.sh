@@ -17,7 +17,7 @@ if [ "${SMOKE:-gpu}" = cpu ]; then
     REQUEST="--global-batch 4 --seq-len 32 --precision fp32"
 else
     MODEL=llama3.2-1b DEVICE=cuda STEPS=12
-    REQUEST="--global-batch 16 --seq-len 4096 --precision bf16-mixed"
+    REQUEST="--global-batch 8 --seq-len 4096 --precision bf16-mixed"
 fi
 
 FOLDER=$(mktemp -d)

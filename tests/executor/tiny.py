@@ -26,6 +26,7 @@ _LLAMA = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_ke
               intermediate_size=48, max_position_embeddings=64, attention_dropout=0.0, **_TEXT)
 _SHORT = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=48,
               max_position_embeddings=64, **_TEXT)
+_ONE = dict(num_hidden_layers=1)
 _PADDED = dict(pad_token_id=7)  # among the tokens drawn
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,6 +47,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "neox": ("GPTNeoXForCausalLM", dict(
         model_type="gpt_neox", num_attention_heads=4, attention_dropout=0.0, hidden_dropout=0.0,
         **_SHORT)),
+    "phi": ("PhiForCausalLM", dict(model_type="phi", **_LLAMA | _ONE)),
+    "starcoder2": ("Starcoder2ForCausalLM", dict(
+        model_type="starcoder2", residual_dropout=0.0, embedding_dropout=0.0, **_LLAMA | _ONE)),
+    "granite": ("GraniteForCausalLM", dict(model_type="granite", **_LLAMA | _ONE)),
     "vit": ("ViTForImageClassification", dict(
         model_type="vit", hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
         intermediate_size=64, image_size=16, patch_size=4, hidden_dropout_prob=0.0,

@@ -20,7 +20,12 @@ from math import ceil, inf
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.layer import norm_bytes, tensor_parallel_seconds, update_bytes
+from planner.cost.layer import (
+    norm_bytes,
+    tensor_parallel_seconds,
+    update_bytes,
+    working_seconds,
+)
 from planner.costing import Candidate, Coster, RankContext
 from planner.greedy import balanced_cut
 from planner.layout import Choice, Mesh, Schedule
@@ -76,16 +81,15 @@ def _least(coster: Coster, tp: int, micro_batch: int, span: Span) -> _Least:
         rows = []
         for choice in choices_for(coster, run, candidate):
             shard = coster.shard(micro_batch, tp, choice)
-            collectives = sum(tensor_parallel_seconds(coster.graph.kinds[run.kind], choice, shard,
-                                                      span, run.input))
-            compute = inf
+            collectives = tensor_parallel_seconds(coster.graph.kinds[run.kind], choice, shard,
+                                                  span, run.input)
+            working = inf
             for group in range(len(coster.topology.hosts)):
                 times = coster.compute(run.kind, shard, (group,))
-                again = {"none": 0.0, "selective": times.recompute_selective_s,
-                         "full": times.recompute_full_s}[choice.recompute]
-                compute = min(compute, times.forward_s + times.backward_s + again)
+                working = min(working, sum(working_seconds(choice, times, collectives)))
             saved = coster.activations(run, choice, micro_batch, tp).saved_bytes
-            rows.append((compute + collectives, saved, *coster.local_parameters(run, shard.tp)))
+            rows.append((working + collectives[0] + collectives[1], saved,
+                         *coster.local_parameters(run, shard.tp)))
         result.append([min(column) for column in zip(*rows, strict=True)])
     return _Least(*np.array(result, dtype=float).T)
 

@@ -20,9 +20,11 @@ __all__ = ["Capabilities", "PrecisionName", "RecomputeMode", "ScheduleName", "lo
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
 RecomputeMode = Literal["none", "selective", "full"]
-PrecisionName = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
+PrecisionName = Literal["bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16", "fp32"]
 
-_FILES = {"executor": Path(__file__).parent.parent / "executor" / "capabilities.json"}
+_FILES = {"executor": Path(__file__).parent.parent / "executor" / "capabilities.json",
+          "any": Path(__file__).parent / "targets" / "any.json"}
+"""`any` is no engine in particular: it runs whatever can be priced, as layouts of others do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

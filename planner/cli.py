@@ -21,6 +21,7 @@ import click
 from planner import __version__
 from planner.capabilities import RecomputeMode, ScheduleName
 from planner.request import OPTIMIZERS, PRECISIONS, Request
+from planner.stacks import stack_names
 from profiler.documents import dump, write_atomically
 from profiler.errors import Infeasible, InternalError, Interrupted, InvalidInput, MeshwrightError
 
@@ -108,6 +109,12 @@ def _request_options(function: Callable[..., Any]) -> Callable[..., Any]:
                           f"Default {DEFAULTS['memory_margin'].default}."),
         click.option("--for", "target", metavar="ENGINE", help="What will run the layout. "
                      f"Default {DEFAULTS['target'].default}."),
+        click.option("--stack", type=click.Choice(stack_names()), metavar="STACK",
+                     help="The software whose kernels and overlap are priced: "
+                          f"{', '.join(stack_names())}. Default: the engine's."),
+        click.option("--sequence-parallel/--no-sequence-parallel", default=None,
+                     help="Divide activations between tensor-parallel regions. "
+                          "Default: where the engine can."),
         _count("--pp", "Fix the number of pipeline ranks."),
         _count("--tp", "Fix the tensor-parallel degree."),
         _count("--dp-shard", "Fix the ranks that share parameters (FSDP)."),

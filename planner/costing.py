@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.capabilities import Capabilities, load_capabilities
 from planner.chain import Chain, Crossing, Run, make_chain
-from planner.cost.collectives import all_reduce_seconds, send_seconds
+from planner.cost.collectives import all_gather_seconds, all_reduce_seconds, send_seconds
 from planner.cost.compute import ComputeTimes, Shard, split_degree
 from planner.cost.layer import (
     Group,
@@ -44,6 +44,9 @@ from planner.layout import Axis, Choice, Mesh, Schedule
 from planner.link_fits import LinkTable
 from planner.measured import SOURCES, MeasuredLayers, choose_profile
 from planner.request import Request
+from planner.stacks import load_stack
+from planner.stacks.equipment import equip
+from planner.stacks.lowering import lower
 from planner.topology import Topology
 from planner.topology_groups import Placement, Span, Stage
 from profiler.layer_graph import LayerGraph
@@ -117,16 +120,17 @@ class Coster:
     """The cost functions applied to one (model, topology, request); every answer is remembered."""
 
     def __init__(self, graph: LayerGraph, topology: Topology, request: Request) -> None:
-        self.graph = graph
-        self.topology = topology
+        self.stack = load_stack(request.stack_name)
+        self.graph = lower(graph, self.stack)
+        self.topology = equip(topology, self.stack)
         self.request = request
         self.capabilities: Capabilities = load_capabilities(request.target)
         self.chain: Chain = make_chain(graph)
         self.seq_len = request.seq_len
         self.links = LinkTable(topology.links) if topology.links is not None else None
-        self.measured = [MeasuredLayers(graph, choose_profile(
-            graph, host.device.name, request.bytes.dtype, host.devices_per_host))
-            for host in topology.hosts]
+        self.measured = [MeasuredLayers(self.graph, choose_profile(
+            self.graph, host.device.name, request.bytes.dtype, host.devices_per_host))
+            for host in self.topology.hosts]
         self._placements: dict[tuple[tuple[int, ...], int], Placement] = {}
         self._compute: dict[tuple[str, Shard, int], ComputeTimes] = {}
         self._layers: dict[object, LayerCost] = {}
@@ -196,7 +200,8 @@ class Coster:
             update_bytes_per_s=min(self.stream_bytes_per_s(g)[0] for g in kinds),
             norm_bytes_per_s=min(self.stream_bytes_per_s(g)[1] for g in kinds),
             overlap_slowdown=min(2.0, max(d.overlap_slowdown for d in devices)),
-            tp=spans["tp"], shard=spans["dp_shard"], replicate=spans["dp_replicate"])
+            tp=spans["tp"], shard=spans["dp_shard"], replicate=spans["dp_replicate"],
+            gathers_beside=self.stack.overlaps_parameter_gather)
         return self._interned.setdefault((kinds, group, communicators), RankContext(
             device_groups=kinds,
             group=group,
@@ -208,8 +213,14 @@ class Coster:
 
     def sequence_parallel(self, tp: int) -> bool:
         """Whether activations between layers are divided along the sequence."""
-        return (tp > 1 and self.capabilities.sequence_parallel and self.graph.sample == "tokens"
+        return (tp > 1 and self.wants_sequence_parallel and self.graph.sample == "tokens"
                 and self.seq_len % tp == 0)
+
+    @property
+    def wants_sequence_parallel(self) -> bool:
+        """Whether target, stack and request have sequence parallelism."""
+        return (self.capabilities.sequence_parallel and self.stack.sequence_parallel
+                and self.request.sequence_parallel is not False)
 
     def shard(self, micro_batch: int, tp: int, choice: Choice) -> Shard:
         """The share of a layer that one rank computes."""
@@ -235,7 +246,10 @@ class Coster:
             backward_s=max(t.backward_s for t in times),
             recompute_selective_s=max(t.recompute_selective_s for t in times),
             recompute_full_s=max(t.recompute_full_s for t in times),
-            source=max((t.source for t in times), key=SOURCES.index))
+            source=max((t.source for t in times), key=SOURCES.index),
+            host_forward_s=max(t.host_forward_s for t in times),
+            host_backward_s=max(t.host_backward_s for t in times),
+            host_selective_s=max(t.host_selective_s for t in times))
 
     def stream_bytes_per_s(self, group: int) -> tuple[float, float]:
         """Bytes per second of the optimizer step and of the gradient norm on a host group."""
@@ -348,11 +362,17 @@ class Coster:
             mesh.stride("pp"), degree=mesh.pp, index=None if self.topology.is_uniform else sender,
             wrap=candidate.schedule.chunks > 1)
         divided = split_degree("sequence", mesh.tp, self.sequence_parallel(mesh.tp))
+        scattered = mesh.tp if self.stack.scatters_sends else divided
         forward, backward = crossing.bytes_at(candidate.micro_batch, self.seq_len,
                                               self.request.bytes.compute_bytes)
         held = -(-forward // divided)
-        return CutCost(forward_s=send_seconds(forward / divided, edge),
-                       backward_s=send_seconds(backward / divided, edge),
+        gather = [0.0, 0.0]
+        if scattered > divided:  # each rank sends its part, and the receivers gather it
+            classes, of_rank = self.contexts(mesh)
+            span = classes[of_rank[sender]].group.tp
+            gather = [all_gather_seconds(x, span) for x in (forward, backward)]
+        return CutCost(forward_s=send_seconds(forward / scattered, edge) + gather[0],
+                       backward_s=send_seconds(backward / scattered, edge) + gather[1],
                        held_bytes=-(-held // BLOCK_BYTES) * BLOCK_BYTES)
 
     def tie(self, group: int, candidate: Candidate, context: RankContext) -> TieCost:
@@ -422,6 +442,8 @@ class Coster:
 
     def overlaps(self, mesh: Mesh) -> bool:
         """Whether the last gradient reduction runs beside the last backward."""
+        if self.stack.overlaps_gradient_reduction is not None:
+            return self.stack.overlaps_gradient_reduction
         return mesh.pp == 1 or self.capabilities.gradient_overlap_with_pipeline
 
     @functools.cached_property

@@ -175,7 +175,7 @@ def _choices(coster: Coster, layout: Layout) -> list[str]:
     capabilities, tp = coster.capabilities, layout.mesh.tp
     problems = dict.fromkeys(model_limits(coster, tp=tp, pp=layout.mesh.pp))
     problems |= dict.fromkeys(_batch_statistics(coster, layout))
-    if (tp > 1 and coster.graph.sample == "tokens" and capabilities.sequence_parallel
+    if (tp > 1 and coster.graph.sample == "tokens" and coster.wants_sequence_parallel
             and coster.seq_len % tp):
         problems[f"sequence length {coster.seq_len} is not divisible by tp {tp} "
                  "(sequence parallelism)"] = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MaxLen
 from pydantic import ConfigDict
 
+from planner.stacks import default_stack, load_stack
 from profiler.documents import STRICT
 from profiler.errors import UnknownName
 
@@ -42,11 +43,14 @@ class Precision:
 
 # FSDP2's MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32) keeps fp32 parameters, gradients
 # and moments (16 bytes a parameter) and gathers bf16 copies: with the copy, Megatron's 18 bytes.
+# fp8-mixed is bf16-mixed with the matmuls of the blocks in float8: their operands are cast first.
 PRECISIONS = {
     "bf16-mixed": Precision(dtype="bfloat16", stored_bytes=4, compute_bytes=2, gradient_bytes=4,
                             reduce_bytes=4, state_bytes=4),
     "fp16-mixed": Precision(dtype="float16", stored_bytes=4, compute_bytes=2, gradient_bytes=4,
                             reduce_bytes=4, state_bytes=4),
+    "fp8-mixed": Precision(dtype="float8", stored_bytes=4, compute_bytes=2, gradient_bytes=4,
+                           reduce_bytes=4, state_bytes=4),
     "bf16": Precision(dtype="bfloat16", stored_bytes=2, compute_bytes=2, gradient_bytes=2,
                       reduce_bytes=2, state_bytes=2),
     "fp32": Precision(dtype="float32", stored_bytes=4, compute_bytes=4, gradient_bytes=4,
@@ -65,6 +69,8 @@ class Request:
     memory_margin: share of each device's memory left free. Runs planned to the last byte fail now
         and then (30-60 % of them in NVIDIA-NeMo/Megatron-Bridge#3107, which advises 8-10 %).
     fused_optimizer: the update needs no temporary copies of the local shard.
+    stack: the software that runs it (`planner/stacks`); None: the target's.
+    sequence_parallel: between tensor-parallel regions; None: where target and stack can.
     The degrees, where given, are demanded of every layout considered.
     """
 
@@ -72,11 +78,13 @@ class Request:
 
     global_batch: Count
     seq_len: Count
-    precision: Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"] = "bf16-mixed"
+    precision: Literal["bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16", "fp32"] = "bf16-mixed"
     optimizer: Literal["adamw", "lion", "sgd-momentum", "sgd"] = "adamw"
     fused_optimizer: bool = True
     memory_margin: Annotated[float, Ge(0), Le(0.9)] = 0.08
     target: Annotated[str, MaxLen(100)] = "executor"
+    stack: Annotated[str, MaxLen(100)] | None = None
+    sequence_parallel: bool | None = None
     pp: Count | None = None
     dp_replicate: Count | None = None
     dp_shard: Count | None = None
@@ -88,8 +96,17 @@ class Request:
 
     @property
     def bytes(self) -> Precision:
-        """The precision recipe."""
-        return PRECISIONS[self.precision]
+        """The precision recipe, with the gradients of the stack."""
+        recipe = PRECISIONS[self.precision]
+        width = load_stack(self.stack_name).gradient_bytes
+        if width is None or not recipe.has_compute_copy:
+            return recipe
+        return replace(recipe, gradient_bytes=width, reduce_bytes=width)
+
+    @property
+    def stack_name(self) -> str:
+        """The stack, or the target's."""
+        return self.stack or default_stack(self.target)
 
     @property
     def num_moments(self) -> int:

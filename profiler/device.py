@@ -71,9 +71,14 @@ class Device:
 
     peak_flops_per_s: dense peak by dtype ("bfloat16", "float16", "float32", "tf32", "float64").
     matmul_efficiency: fraction of the peak against (m*n*k)^(1/3) of one local matmul.
+    float8_efficiency: as matmul_efficiency, of the float8 peak; None: the same fractions.
     attention_efficiency: fraction of the peak reached by fused attention against sequence length.
     memory_efficiency: fraction of the memory bandwidth against the bytes that a kernel moves.
     kernel_launch_s: least seconds from one kernel to the next.
+    partly_aligned, unaligned: what remains of matmul_efficiency where a row of an operand is a
+        multiple of 16 bytes but not of 128, and where it is not even that (tensor cores load
+        aligned pieces: NVIDIA, "Matrix Multiplication Background", section on alignment).
+    host_kernel_s: what the host needs to launch one kernel: a layer is no faster than all of its.
     context_bytes: taken by the driver's context and the libraries' workspaces.
     communicator_bytes: taken by each communicator (process group) of two or more ranks.
     overlap_slowdown: factor on compute time while a collective runs beside it (>= 1).
@@ -91,8 +96,12 @@ class Device:
     peak_flops_per_s: Annotated[dict[Name, Positive], Len(1, 16)]
     matmul_efficiency: Curve
     attention_efficiency: Curve
+    float8_efficiency: Curve | None = None
     memory_efficiency: Curve
     kernel_launch_s: Annotated[float, Ge(0), Le(1)]
+    host_kernel_s: Annotated[float, Ge(0), Le(1)] = 0.0
+    partly_aligned: Annotated[float, Gt(0), Le(1)] = 1.0
+    unaligned: Annotated[float, Gt(0), Le(1)] = 1.0
     context_bytes: Annotated[int, Ge(0), Le(2**40)] = 0
     communicator_bytes: Annotated[int, Ge(0), Le(2**40)] = 0
     overlap_slowdown: Annotated[float, Ge(1), Le(10)] = 1.0

@@ -107,7 +107,8 @@ class Op:
     flops count a multiply-add as 2 (as `torch.utils.flop_counter`), attention in full even if
     causal. Elements moved (read + written) are of the compute dtype; bytes moved are of
     tensors whose dtype is fixed (indices, masks, float32 statistics). Backward covers both
-    gradients.
+    gradients. kept_by_selective: selective recompute does not run it again; None: as its kind is
+    (matmuls, attention and convolutions are kept).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -123,6 +124,7 @@ class Op:
     backward_bytes_moved: Extent = NOTHING
     kernels: Annotated[int, Ge(0)] = 1
     backward_kernels: Annotated[int, Ge(0)] = 1
+    kept_by_selective: bool | None = None
     matmul: MatmulShape | None = None
     attention: AttentionShape | None = None
 

@@ -4,6 +4,7 @@ Symbols: b = samples in a micro-batch, s = sequence length, t = tensor-parallel 
 
     time(op) = max(flops / (peak * efficiency(size)), bytes / (bandwidth * efficiency(bytes)))
                + kernels * launch
+    host(layer) = kernels * what the host needs to launch one
 
 The efficiencies are curves of the device file. A matmul's size is (m*n*k)^(1/3) of the local shard:
 shards of small layers run slower per FLOP, which is what makes a high degree lose on them.
@@ -11,7 +12,7 @@ shards of small layers run slower per FLOP, which is what makes a high degree lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.division import kv_copies, kv_parameters
@@ -38,10 +39,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTimes:
-    """Seconds of one layer for one micro-batch; recompute is what is added to backward.
+    """Seconds of one layer for one micro-batch on the device, and for the host to launch them.
 
     source: measured at this size or between measured sizes; extrapolated from the nearest measured
-        size by the analytic form; or analytic alone.
+        size by the analytic form; or analytic alone. What is measured holds the host's share.
     """
 
     forward_s: float
@@ -49,6 +50,19 @@ class ComputeTimes:
     recompute_selective_s: float
     recompute_full_s: float
     source: Source = "analytic"
+    host_forward_s: float = 0.0
+    host_backward_s: float = 0.0
+    host_selective_s: float = 0.0
+
+    def recompute_s(self, mode: str) -> float:
+        """What recompute adds to backward."""
+        return {"none": 0.0, "selective": self.recompute_selective_s,
+                "full": self.recompute_full_s}[mode]
+
+    def host_recompute_s(self, mode: str) -> float:
+        """The host's share of that."""
+        return {"none": 0.0, "selective": self.host_selective_s,
+                "full": self.host_forward_s}[mode]
 
 
 _DIVIDED: frozenset[Split] = frozenset({"column", "row", "heads", "feature", "vocabulary"})
@@ -65,6 +79,10 @@ def op_seconds(op: Op, shard: Shard, device: Device, copies: int = 1) -> tuple[f
     """(forward, backward) seconds of one op on one rank's shard; `copies` ranks do each part."""
     degree = split_degree(op.split, shard.tp, shard.sequence_parallel)
     degree = max(1, degree // copies)
+    if shard.dtype == "float8":
+        if _runs_in_float8(op):
+            return _float8_seconds(op, shard, device, degree)
+        shard = replace(shard, dtype="bfloat16")
     moved = _bytes(op.elements_moved, op.bytes_moved, shard) / degree
     moved_backward = _bytes(op.backward_elements_moved, op.backward_bytes_moved, shard) / degree
     rate, work = _arithmetic(op, shard, device, degree)
@@ -74,6 +92,28 @@ def op_seconds(op: Op, shard: Shard, device: Device, copies: int = 1) -> tuple[f
     return (max(flops / rate, _memory_seconds(moved, device)) + op.kernels * launch,
             max(backward_flops / rate, _memory_seconds(moved_backward, device))
             + (op.backward_kernels * launch if backward_flops or moved_backward else 0.0))
+
+
+def _runs_in_float8(op: Op) -> bool:
+    """The linear layers of the blocks; the output layer and attention stay in bfloat16."""
+    return op.kind == "matmul" and op.split in ("column", "row")
+
+
+def _float8_seconds(op: Op, shard: Shard, device: Device, degree: int) -> tuple[float, float]:
+    """Each operand is cast first: read for its largest value, read again, written in one byte, and
+    once more transposed for backward: 6 bytes an element."""
+    if op.matmul is None:
+        raise ValueError(f"{op.name}: a matmul without a shape")  # our own bug
+    b, s = shard.micro_batch, shard.seq_len
+    rows, columns, inner = (e.at(b, s) for e in (op.matmul.rows, op.matmul.columns,
+                                                 op.matmul.inner))
+    rate, _ = _arithmetic(op, shard, device, degree)
+    inputs = (rows * inner / (degree if op.split == "row" else 1) + inner * columns / degree)
+    outputs = rows * columns / (degree if op.split == "column" else 1)
+    launch = device.kernel_launch_s
+    return (op.flops.at(b, s) / degree / rate + _memory_seconds(6 * inputs, device) + 3 * launch,
+            op.backward_flops.at(b, s) / degree / rate + _memory_seconds(6 * outputs, device)
+            + 3 * launch)
 
 
 def _bytes(elements: Extent, fixed: Extent, shard: Shard) -> int:
@@ -99,25 +139,63 @@ def _arithmetic(op: Op, shard: Shard, device: Device, degree: int) -> tuple[floa
         return peak * device.attention_efficiency.at(keys), work
     if op.matmul is not None:
         shape = op.matmul
-        volume = float(shape.rows.at(b, s) * shape.columns.at(b, s) * shape.inner.at(b, s))
-        # A batch of heads is divided over the group; a lone matmul is itself made smaller.
-        if op.split != "heads":
-            volume /= degree
-        return peak * device.matmul_efficiency.at(max(volume, 1) ** (1 / 3)), 1.0
+        # The products of a batch fill the device together, as one of their volume.
+        volume = float(shape.rows.at(b, s) * shape.columns.at(b, s) * shape.inner.at(b, s)
+                       * shape.batch.at(b, s)) / degree
+        efficiency = device.matmul_efficiency
+        if shard.dtype == "float8" and device.float8_efficiency is not None:
+            efficiency = device.float8_efficiency
+        return (peak * efficiency.at(max(volume, 1) ** (1 / 3))
+                * _alignment(op, shard, device, degree)), 1.0
     return peak * device.matmul_efficiency.fraction[-1], 1.0
 
 
+def _alignment(op: Op, shard: Shard, device: Device, degree: int) -> float:
+    """What the rows of the operands in memory leave of the efficiency: of the local columns and
+    inner dimension, in bytes."""
+    if op.matmul is None or device.partly_aligned == device.unaligned == 1.0:
+        return 1.0
+    b, s = shard.micro_batch, shard.seq_len
+    columns, inner = op.matmul.columns.at(b, s), op.matmul.inner.at(b, s)
+    if op.split in ("column", "vocabulary"):
+        columns = -(-columns // degree)
+    elif op.split == "row":
+        inner = -(-inner // degree)
+    width = 1 if shard.dtype == "float8" else shard.compute_bytes
+    if columns * width % 128 == inner * width % 128 == 0:
+        return 1.0
+    return (device.partly_aligned if columns * width % 16 == inner * width % 16 == 0
+            else device.unaligned)
+
+
 def layer_compute(kind: LayerKind, shard: Shard, device: Device) -> ComputeTimes:
-    """Compute seconds of one layer (all of its ops) for one micro-batch on one rank."""
+    """Compute seconds of one layer (all of its ops) for one micro-batch on one rank.
+
+    The host launches kernels ahead of the device: a layer takes the longer of both
+    (`planner/cost/layer.py`).
+    """
     forward = backward = selective = 0.0
     copies = kv_copies(kind, shard.tp)
     of_keys = {name.rpartition(".")[0] for name in kv_parameters(kind)}
+    launched = launched_backward = launched_again = 0
     for op in kind.ops:
         repeated = copies if op.name.removesuffix(".matmul") in of_keys else 1
         op_forward, op_backward = op_seconds(op, shard, device, repeated)
         forward += op_forward
         backward += op_backward
-        if op.kind not in ("matmul", "attention", "convolution"):
-            selective += op_forward  # selective recompute keeps what the others made
+        launched += op.kernels
+        launched_backward += op.backward_kernels
+        if not _kept_by_selective(op):
+            selective += op_forward
+            launched_again += op.kernels
+    host = device.host_kernel_s
     return ComputeTimes(forward_s=forward, backward_s=backward, recompute_selective_s=selective,
-                        recompute_full_s=forward)  # it runs the forward again
+                        recompute_full_s=forward,  # it runs the forward again
+                        host_forward_s=launched * host, host_backward_s=launched_backward * host,
+                        host_selective_s=launched_again * host)
+
+
+def _kept_by_selective(op: Op) -> bool:
+    if op.kept_by_selective is not None:
+        return op.kept_by_selective
+    return op.kind in ("matmul", "attention", "convolution")

@@ -32,7 +32,7 @@ from profiler.layer_graph import Extent, LayerKind
 
 __all__ = ["Group", "LayerCost", "LayerSeconds", "ParameterCost", "layer_cost", "layer_parameters",
            "layer_seconds", "norm_bytes", "overlap_extra_s", "parameter_cost",
-           "tensor_parallel_seconds", "update_bytes"]
+           "tensor_parallel_seconds", "update_bytes", "working_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,8 @@ class Group:
     """Where one pipeline rank's groups lie, and the slowest of its devices.
 
     update_bytes_per_s, norm_bytes_per_s: of the optimizer step, and of the gradient norm. tp,
-        shard, replicate: the spans of the axes.
+        shard, replicate: the spans of the axes. gathers_beside: kept parameters are gathered beside
+        the first micro-batch.
     """
 
     update_bytes_per_s: float
@@ -49,6 +50,7 @@ class Group:
     tp: Span
     shard: Span
     replicate: Span
+    gathers_beside: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,21 +193,33 @@ def layer_seconds(choice: Choice, compute: ComputeTimes, collectives: tuple[floa
         compute: of this rank's share. collectives: of `tensor_parallel_seconds`.
         parameters: of `layer_parameters`.
     """
-    forward_tp, backward_tp, recompute_tp = collectives
-    recompute = {"none": 0.0, "selective": compute.recompute_selective_s,
-                 "full": compute.recompute_full_s}[choice.recompute] + recompute_tp
+    forward_tp, backward_tp, _ = collectives
+    forward_s, backward_s, recompute = working_seconds(choice, compute, collectives)
     resharded = choice.reshard and group.shard.size > 1
     gather, slowdown = parameters.gather_s, group.overlap_slowdown
-    backward_work = compute.backward_s + recompute + backward_tp
+    backward_work = backward_s + recompute + backward_tp
     beside = parameters.reduce_each_s + (gather if resharded else 0.0)
     backward_extra = overlap_extra_s(backward_work, beside, slowdown)
     reduce_share = parameters.reduce_each_s / beside if beside else 0.0
-    forward_extra = overlap_extra_s(compute.forward_s + forward_tp, gather, slowdown)
+    beside_s = forward_s + forward_tp if resharded or group.gathers_beside else 0.0
+    forward_extra = overlap_extra_s(beside_s, gather, slowdown)
     return LayerSeconds(
-        compute.forward_s, compute.backward_s, recompute, forward_tp, backward_tp,
+        forward_s, backward_s, recompute, forward_tp, backward_tp,
         forward_extra / (1 if resharded else num_micro_batches),
         backward_extra * (1 - reduce_share), backward_extra * reduce_share,
         max(0.0, backward_work - beside))
+
+
+def working_seconds(choice: Choice, compute: ComputeTimes,
+                    collectives: tuple[float, float, float]) -> tuple[float, float, float]:
+    """(forward, backward, recompute) seconds of one rank for one micro-batch: the device computes
+    and communicates while the host launches ahead of it, and the longer of both counts. All but
+    the last leave the tensor-parallel collectives out."""
+    forward_tp, backward_tp, recompute_tp = collectives
+    again = compute.recompute_s(choice.recompute) + recompute_tp
+    return (max(compute.forward_s, compute.host_forward_s - forward_tp),
+            max(compute.backward_s, compute.host_backward_s - backward_tp),
+            max(again, compute.host_recompute_s(choice.recompute)))
 
 
 def layer_cost(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],

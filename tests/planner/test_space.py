@@ -204,6 +204,6 @@ def test_host_groups_in_every_order() -> None:
 def test_request_has_no_more_demands_than_are_tested() -> None:
     fields = set(Request.__dataclass_fields__) - {
         "global_batch", "seq_len", "precision", "optimizer", "fused_optimizer", "memory_margin",
-        "target", "__pydantic_config__"}
+        "target", "stack", "sequence_parallel", "__pydantic_config__"}
     assert fields == {"pp", "dp_replicate", "dp_shard", "tp", "micro_batch", "schedule",
                       "recompute", "use_all_devices"}

@@ -1,0 +1,102 @@
+"""Facts about memory against the planner's: verdicts, and peaks in the unit that a source used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from benchmarks.published.price import Refused, price_cells
+from benchmarks.published.table import Cells, MeasuredRow, MemoryRow, UnusableRow
+from planner.layout import Layout, StagePrediction
+
+__all__ = ["MemoryResult", "memory_results"]
+
+UNITS = {"GiB": 2**30, "GB": 10**9, "MB": 10**6, "MiB": 2**20}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryResult:
+    """One fact beside the prediction.
+
+    published_fits: None where the source gives no verdict. fits: with the request's margin.
+    published_peak_bytes, predicted_peak_bytes: of the rank and of the terms that the source's unit
+        counts, where it gives a peak.
+    over: of the largest stage's need over what the margin leaves, as a share of it.
+    """
+
+    row_id: str
+    source_id: str
+    published_fits: bool | None
+    fits: bool
+    over: float
+    published_peak_bytes: float | None
+    predicted_peak_bytes: float | None
+    unit: str
+
+    @property
+    def peak_error(self) -> float | None:
+        if not self.published_peak_bytes or self.predicted_peak_bytes is None:
+            return None
+        return self.predicted_peak_bytes / self.published_peak_bytes - 1
+
+
+def _joined(row: MemoryRow, measured: Mapping[str, MeasuredRow]) -> Cells:
+    """The fact's cells, and those of the run it belongs to where the fact leaves them out."""
+    run = measured.get(row.measured_row_id)
+    if run is None:
+        return row.cells
+    return Cells(values=run.cells.values | {k: v for k, v in row.cells.values.items() if v})
+
+
+def _verdict(row: MemoryRow) -> bool | None:
+    if row.verdict.startswith("fits"):
+        return True
+    if row.verdict.startswith(("oom", "does_not_fit")):
+        return False
+    return None
+
+
+def _peak(layout: Layout, kind: str) -> float:
+    """Predicted bytes as the source counts them: allocated by the framework, reserved by it, or
+    seen from outside; of the last rank where only that one reports."""
+    assert layout.prediction is not None
+    stages = layout.prediction.stages
+    if "last rank" in kind.lower():
+        stages = stages[-1:]
+    return float(max(_counted(stage, kind) for stage in stages))
+
+
+def _counted(stage: StagePrediction, kind: str) -> int:
+    total = stage.total_memory_bytes
+    if "nvidia-smi" in kind or "rounded" in kind:
+        return total
+    outside = sum(stage.memory_bytes.get(name, 0) for name in ("context", "communicators"))
+    return total - outside
+
+
+def memory_results(rows: Iterable[MemoryRow], measured: Iterable[MeasuredRow]
+                   ) -> tuple[list[MemoryResult], list[Refused]]:
+    """Every fact, compared or refused."""
+    by_id = {row.row_id: row for row in measured}
+    results: list[MemoryResult] = []
+    refused: list[Refused] = []
+    for row in rows:
+        try:
+            verdict = _verdict(row)
+            if verdict is None and row.cells.text("kind") != "peak_memory":
+                raise UnusableRow("neither a verdict nor a peak")
+            value = row.cells.number("value")
+            unit = row.cells.text("unit")
+            layout, _ = price_cells(_joined(row, by_id))
+        except UnusableRow as error:
+            refused.append(Refused(row_id=row.row_id, source_id=row.source_id, reason=str(error)))
+            continue
+        assert layout.prediction is not None
+        over = max(s.total_memory_bytes / s.capacity_bytes for s in layout.prediction.stages) - 1
+        peak = value * UNITS[unit] if value and unit in UNITS and verdict else None
+        results.append(MemoryResult(
+            row_id=row.row_id, source_id=row.source_id, published_fits=verdict, fits=over <= 0,
+            over=over, published_peak_bytes=peak, unit=unit,
+            predicted_peak_bytes=None if peak is None else _peak(
+                layout, row.cells.text("value_kind"))))
+    return results, refused

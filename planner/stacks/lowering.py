@@ -1,0 +1,264 @@
+"""Lower a LayerGraph to what a stack runs: the same layers, with its kernels and its memory.
+
+X = elements of the layer's input, F = of the feed-forward activations, Q, K = of queries and of
+keys, A = heads * s * s. Elements are read or written once each unless named otherwise.
+
+    attention, not fused   scores and context as batched matmuls, the whole square; between them
+                           a softmax kernel of 2A forward and 3A backward (or eager: scale, mask,
+                           cast and softmax apart), dropout of 2A and a mask. Keeps 5 bytes for
+                           each of A, 2 without dropout (Korthikanti et al. 2022, section 4.1)
+    normalization          2X forward; 3X backward and 3X to add the residual's gradient; keeps its
+                           input and output instead of a float32 copy
+    rotary                 2 (Q + K) forward and backward
+    activation             gated 3F forward and 5F backward, else 2F and 3F; keeps one result
+    residual               one kernel of 3X for dropout and addition together, 2X where there is
+                           no dropout and the normalization adds
+    loss                   logits read and written once, forward and backward, in the compute dtype
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.stacks.record import Stack
+from profiler.layer_graph import (
+    NOTHING,
+    Extent,
+    LayerGraph,
+    LayerKind,
+    MatmulShape,
+    Op,
+    TensorGroup,
+)
+
+__all__ = ["lower"]
+
+
+def lower(graph: LayerGraph, stack: Stack) -> LayerGraph:
+    """The graph as the stack runs it, without what was measured of other kernels; the same object
+    where the stack changes nothing."""
+    if (stack.attention == "fused" and stack.selective == "matmul-outputs" and not stack.fused
+            and not stack.gathers_saved_inputs and not stack.loss_kernels):
+        return graph
+    return replace(graph, profiles=(),
+                   kinds={name: _kind(kind, stack) for name, kind in graph.kinds.items()})
+
+
+def _kind(kind: LayerKind, stack: Stack) -> LayerKind:
+    if "normalization" in stack.fused:
+        kind = _normalization(kind)
+    if any(op.kind == "attention" for op in kind.ops):
+        if "rotary" in stack.fused:
+            kind = _rotary(kind)
+        if "activation" in stack.fused:
+            kind = _activation(kind)
+        if "residual" in stack.fused:
+            kind = _residual(kind)
+        if stack.attention != "fused":
+            kind = _attention(kind, stack.attention == "eager")
+        if stack.selective != "matmul-outputs":
+            kind = _selective(kind, stack.selective == "core-attention")
+    if "loss" in stack.fused:
+        kind = _loss(kind)
+    if stack.loss_kernels:
+        kind = replace(kind, ops=tuple(
+            replace(op, kernels=op.kernels + stack.loss_kernels) if op.kind == "loss" else op
+            for op in kind.ops))
+    if stack.gathers_saved_inputs:
+        kind = replace(kind, saved=tuple(
+            replace(group, split="sequence") if group.split == "gathered" and not group.is_input
+            else group for group in kind.saved))
+    return kind
+
+
+def _times(extent: Extent, factor: int) -> Extent:
+    (a, b, c), (p, q, r) = extent.fixed, extent.per_sample
+    return Extent(fixed=(factor * a, factor * b, factor * c),
+                  per_sample=(factor * p, factor * q, factor * r))
+
+
+def _input(kind: LayerKind) -> Extent:
+    return next((g.elements for g in kind.inputs if g.bytes_per_element is None), NOTHING)
+
+
+def _is_final_norm(kind: LayerKind) -> bool:
+    return len(kind.ops) == 1 and kind.ops[0].kind in ("pointwise", "normalization") and (
+        all(len(p.shape) == 1 for p in kind.parameters) and bool(kind.parameters))
+
+
+def _normalization(kind: LayerKind) -> LayerKind:
+    x = _input(kind)
+    final = _is_final_norm(kind)
+
+    def fuse(op: Op) -> Op:
+        if op.kind != "normalization" and not final:
+            return op
+        return replace(op, kind="normalization", kernels=1, backward_kernels=1 if final else 2,
+                       elements_moved=_times(x, 2), bytes_moved=NOTHING,
+                       backward_elements_moved=_times(x, 3 if final else 6),
+                       backward_bytes_moved=NOTHING)
+
+    if not final and not any(op.kind == "normalization" for op in kind.ops):
+        return kind
+    copies = {g.name for g in kind.saved if g.split == "sequence" and g.bytes_per_element == 4}
+    return replace(kind, ops=tuple(fuse(op) for op in kind.ops),
+                   saved=tuple(g for g in kind.saved if not (
+                       g.name in copies and g.split == "sequence" and g.bytes_per_element == 4)))
+
+
+def _split_at_attention(kind: LayerKind) -> tuple[tuple[Op, ...], Op, tuple[Op, ...]]:
+    index = next(i for i, op in enumerate(kind.ops) if op.kind == "attention")
+    return kind.ops[:index], kind.ops[index], kind.ops[index + 1:]
+
+
+def _is_local(op: Op) -> bool:
+    """Memory-bound work inside a tensor-parallel region."""
+    return op.kind in ("pointwise", "other") and op.split == "feature"
+
+
+def _merge(ops: tuple[Op, ...], merged: Op) -> tuple[Op, ...]:
+    """One kernel at the place of the last of the ops that it replaces."""
+    last = max((i for i, op in enumerate(ops) if _is_local(op)), default=None)
+    if last is None:
+        return ops
+    return tuple(merged if i == last else op for i, op in enumerate(ops)
+                 if i == last or not _is_local(op))
+
+
+def _rotary(kind: LayerKind) -> LayerKind:
+    before, attention, after = _split_at_attention(kind)
+    shape = attention.attention
+    if shape is None:
+        return kind
+    twice = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    moved = Extent(per_sample=(0, twice, 0))
+    fused = Op(name="rotary", kind="pointwise", split="feature", elements_moved=moved,
+               backward_elements_moved=moved)
+    return replace(kind, ops=(*_merge(before, fused), attention, *after))
+
+
+def _activation(kind: LayerKind) -> LayerKind:
+    before, attention, after = _split_at_attention(kind)
+    ffn = kind.tensor_parallel.divides.get("ffn") if kind.tensor_parallel else None
+    if ffn is None:
+        return kind
+    gated = sum(op.kind == "matmul" and op.split == "column" for op in after) > 1
+    fused = Op(name="activation", kind="pointwise", split="feature",
+               elements_moved=Extent(per_sample=(0, (3 if gated else 2) * ffn, 0)),
+               backward_elements_moved=Extent(per_sample=(0, (5 if gated else 3) * ffn, 0)))
+    results = [i for i, g in enumerate(kind.saved) if not g.kept_by_selective
+               and g.split == "feature" and g.elements == Extent(per_sample=(0, ffn, 0))]
+    dropped = set(results[:-1])
+    return replace(kind, ops=(*before, attention, *_merge(after, fused)),
+                   saved=tuple(g for i, g in enumerate(kind.saved) if i not in dropped))
+
+
+def _residual(kind: LayerKind) -> LayerKind:
+    x = _input(kind)
+    dropouts = [op for op in kind.ops if op.kind == "pointwise" and op.split == "sequence"
+                and op.bytes_moved != NOTHING]
+    ops = []
+    for op in kind.ops:
+        if op.kind == "pointwise" and op.split == "sequence":
+            if op in dropouts:
+                op = replace(op, elements_moved=_times(x, 3))
+            elif dropouts:
+                continue  # the additions
+            else:
+                op = replace(op, elements_moved=_times(x, 4))
+        ops.append(op)
+    return replace(kind, ops=tuple(ops))
+
+
+def _square(heads: int, factor: int) -> Extent:
+    return Extent(per_sample=(0, 0, factor * heads))
+
+
+def _attention(kind: LayerKind, eager: bool) -> LayerKind:
+    before, op, after = _split_at_attention(kind)
+    shape = op.attention
+    if shape is None:
+        return kind
+    a, width = shape.heads, shape.head_dim
+    dropout = any(g.bytes_per_element == 1 for g in kind.saved)
+    length = Extent(fixed=(0, 1, 0))
+    batch = Extent(per_sample=(a, 0, 0))
+    inner = Extent(fixed=(width, 0, 0))
+    qkv = (a + 2 * shape.kv_heads) * width
+
+    def product(name: str, columns: Extent, depth: Extent) -> Op:
+        return Op(name=name, kind="attention", split="heads",
+                  flops=_square(a, 2 * width), backward_flops=_square(a, 4 * width),
+                  elements_moved=Extent(per_sample=(0, qkv, a)),
+                  backward_elements_moved=Extent(per_sample=(0, 2 * qkv, 2 * a)),
+                  backward_kernels=2,
+                  matmul=MatmulShape(rows=length, columns=columns, inner=depth, batch=batch))
+
+    # Eager: scale 2A, mask 2A, cast, softmax and cast back in float32 (6 + 8 + 6 bytes).
+    softmax = Op(name="softmax", kind="attention", split="heads",
+                 kernels=5 if eager else 1, backward_kernels=5 if eager else 1,
+                 elements_moved=_square(a, 4 if eager else 2),
+                 bytes_moved=_square(a, 20 if eager else 0),
+                 backward_elements_moved=_square(a, 4 if eager else 3),
+                 backward_bytes_moved=_square(a, 24 if eager else 0))
+    drop = Op(name="dropout", kind="attention", split="heads",
+              elements_moved=_square(a, 2), bytes_moved=_square(a, 1),
+              backward_elements_moved=_square(a, 2), backward_bytes_moved=_square(a, 1))
+    kept = [TensorGroup(name="softmax", elements=_square(a, 1), split="feature")]
+    if dropout:
+        kept += [TensorGroup(name="dropout", elements=_square(a, 1), split="feature"),
+                 TensorGroup(name="dropout", elements=_square(a, 1), split="feature",
+                             bytes_per_element=1)]
+    statistics = Extent(per_sample=(0, a, 0))
+    saved = [g for g in kind.saved if not (g.elements == statistics and g.bytes_per_element == 4)]
+    working = TensorGroup(name="scores", elements=_square(a, 1), split="feature",
+                          bytes_per_element=6 if eager else 2)
+    return replace(
+        kind, ops=(*before, product("scores", length, inner), softmax,
+                   *((drop,) if dropout else ()), product("context", inner, length), *after),
+        saved=(*saved, *kept), backward_working_set=(*kind.backward_working_set, working),
+        forward_working_set=(*kind.forward_working_set, working))
+
+
+def _selective(kind: LayerKind, core_attention: bool) -> LayerKind:
+    """Mark what selective recompute keeps, and which operations it runs again."""
+    inside = {"softmax", "dropout"}
+    if core_attention:
+        ops = tuple(replace(op, kept_by_selective=op.kind != "attention") for op in kind.ops)
+        return replace(kind, ops=ops, kept_only_by_selective=(), saved=tuple(
+            replace(g, kept_by_selective=g.name not in inside) for g in kind.saved))
+    matmuls = [op.name.removesuffix(".matmul") for op in kind.ops if op.kind == "matmul"]
+    again = set(matmuls[1::2])
+    ops = tuple(replace(op, kept_by_selective=False)
+                if op.name.removesuffix(".matmul") in again else op for op in kind.ops)
+    return replace(
+        kind, ops=ops,
+        saved=tuple(replace(g, kept_by_selective=False) if g.name in again else g
+                    for g in kind.saved),
+        kept_only_by_selective=tuple(g for g in kind.kept_only_by_selective
+                                     if g.name not in again))
+
+
+def _loss(kind: LayerKind) -> LayerKind:
+    loss = next((op for op in kind.ops if op.kind == "loss"), None)
+    if loss is None or kind.tensor_parallel is None:
+        return kind
+    vocabulary = kind.tensor_parallel.divides.get("vocabulary")
+    if vocabulary is None:
+        return kind
+    twice = Extent(per_sample=(0, 2 * vocabulary, 0))
+    fused = replace(loss, elements_moved=twice, bytes_moved=NOTHING,
+                    backward_elements_moved=twice, backward_bytes_moved=NOTHING, kernels=1,
+                    backward_kernels=1)
+    ops = [fused if op is loss else op for op in kind.ops
+           if op is loss or op.kind != "pointwise" or op.split != "vocabulary"]
+    logits = Extent(per_sample=(0, vocabulary, 0))
+
+    def in_compute_dtype(groups: tuple[TensorGroup, ...]) -> tuple[TensorGroup, ...]:
+        return tuple(replace(g, bytes_per_element=None, elements=logits)
+                     if g.split == "vocabulary" and g.bytes_per_element == 4 else g
+                     for g in groups)
+
+    return replace(kind, ops=tuple(ops), saved=in_compute_dtype(kind.saved),
+                   backward_working_set=in_compute_dtype(kind.backward_working_set),
+                   forward_working_set=in_compute_dtype(kind.forward_working_set))

@@ -1,0 +1,153 @@
+"""Software stacks: lowering worked by hand, and what they change in a price."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.cost.compute import ComputeTimes, Shard, layer_compute, op_seconds
+from planner.cost.layer import working_seconds
+from planner.costing import Coster
+from planner.layout import Choice
+from planner.models import resolve
+from planner.request import Request
+from planner.stacks import kernels_for, load_stack, stack_names
+from planner.stacks.equipment import equip
+from planner.stacks.lowering import lower
+from planner.topology_files import resolve as topology
+from profiler.device import load_device
+from profiler.errors import UnknownName
+from profiler.layer_graph import Extent, LayerKind, MatmulShape, Op
+
+GPT = resolve("gpt3-175b")
+LLAMA = resolve("llama3-8b")
+B, S, H, A = 1, 2048, 12288, 96
+
+
+def block(name: str, graph: object = GPT) -> LayerKind:
+    lowered = lower(GPT if graph is GPT else LLAMA, load_stack(name))
+    return lowered.kinds["GPT2Block" if graph is GPT else "LlamaDecoderLayer"]
+
+
+def saved_bytes(kind: LayerKind) -> int:
+    return sum(g.bytes_at(B, S, 2) for g in kind.saved)
+
+
+@pytest.mark.parametrize("name", stack_names())
+def test_every_stack_reads_and_lowers(name: str) -> None:
+    stack = load_stack(name)
+    assert stack.name == name
+    assert stack.sources
+    assert lower(GPT, stack).num_parameters == GPT.num_parameters
+    assert lower(LLAMA, stack).num_parameters == LLAMA.num_parameters
+
+
+def test_the_executors_stack_changes_nothing() -> None:
+    assert lower(GPT, load_stack("pytorch-eager")) is GPT
+    place = topology("dgx-a100-80g")
+    assert equip(place, load_stack("pytorch-eager")) is place
+
+
+def test_unknown_stacks_are_said() -> None:
+    with pytest.raises(UnknownName, match="stack"):
+        Coster(GPT, topology("dgx-a100-80g"), Request(global_batch=8, seq_len=S, stack="no"))
+
+
+def test_attention_in_three_kernels_keeps_what_korthikanti_counts() -> None:
+    """s b h (34 + 5 a s / h) bytes a layer (Korthikanti et al. 2022, section 4.1), and the two
+    statistics of each norm."""
+    expected = S * B * H * 34 + 5 * A * S * S * B + 2 * 2 * 2 * S * B
+    assert saved_bytes(block("megatron-lm-2021")) == expected
+
+
+def test_attention_in_three_kernels_computes_the_whole_square() -> None:
+    inside = [op for op in block("megatron-lm-2021").ops if op.kind == "attention"]
+    assert sum(op.flops.at(B, S) for op in inside) == 4 * S * S * H
+    assert sum(op.backward_flops.at(B, S) for op in inside) == 8 * S * S * H
+    softmax = next(op for op in inside if op.name == "softmax")
+    assert softmax.elements_moved.at(B, S) == 2 * A * S * S
+
+
+def test_selective_recompute_of_the_core_of_attention() -> None:
+    kind = block("megatron-lm-2021")
+    kept = sum(g.bytes_at(B, S, 2) for g in kind.saved if g.kept_by_selective)
+    assert kept == saved_bytes(kind) - 5 * A * S * S * B
+    times = layer_compute(kind, Shard(micro_batch=B, seq_len=S), load_device("a100-80g"))
+    inside = sum(op_seconds(op, Shard(micro_batch=B, seq_len=S), load_device("a100-80g"))[0]
+                 for op in kind.ops if op.kind == "attention")
+    assert times.recompute_selective_s == pytest.approx(inside)
+
+
+def test_alternate_matmuls_run_again() -> None:
+    kind = block("torchtitan", LLAMA)
+    again = [op.name for op in kind.ops if op.kept_by_selective is False]
+    assert again == [f"{name}.matmul" for name in ("self_attn.k_proj", "self_attn.o_proj",
+                                                   "mlp.up_proj")]
+
+
+def test_fused_pointwise_work_moves_each_tensor_once() -> None:
+    h, f, k, q = 4096, 14336, 1024, 4096
+    ops = {op.name: op for op in block("torchtitan-compile", LLAMA).ops}
+    assert ops["rotary"].elements_moved.at(B, S) == 2 * (q + k) * S
+    assert ops["activation"].elements_moved.at(B, S) == 3 * f * S
+    assert ops["activation"].backward_elements_moved.at(B, S) == 5 * f * S
+    assert ops["input_layernorm.normalization"].elements_moved.at(B, S) == 2 * h * S
+    assert saved_bytes(block("torchtitan-compile", LLAMA)) < saved_bytes(
+        block("pytorch-eager", LLAMA))
+
+
+def test_the_host_bounds_a_layer() -> None:
+    times = ComputeTimes(forward_s=2.0, backward_s=4.0, recompute_selective_s=0.5,
+                         recompute_full_s=2.0, host_forward_s=3.0, host_backward_s=3.0,
+                         host_selective_s=0.2)
+    # It launches collectives' neighbours as well: beside 0.4 s of them 2.6 s are left of its 3.
+    assert working_seconds(Choice(recompute="full"), times, (0.4, 0.4, 0.4)) == (2.6, 4.0, 3.0)
+    assert working_seconds(Choice(recompute="selective"), times, (0.0, 0.0, 0.0)) == (3.0, 4.0, 0.5)
+
+
+@pytest.mark.parametrize(("columns", "left"), [(4096, 1.0), (4104, 0.5), (4101, 0.25)])
+def test_unaligned_rows_are_slower(columns: int, left: float) -> None:
+    device = replace(load_device("a100-80g"), partly_aligned=0.5, unaligned=0.25,
+                     kernel_launch_s=0.0)
+    whole = replace(device, partly_aligned=1.0, unaligned=1.0)
+    work = Op(name="matmul", kind="matmul", split="column", flops=Extent(per_sample=(0, 10**9, 0)),
+              matmul=MatmulShape(rows=Extent(per_sample=(0, 1, 0)),
+                                 inner=Extent(fixed=(4096, 0, 0)),
+                                 columns=Extent(fixed=(columns, 0, 0))))
+    shard = Shard(micro_batch=1, seq_len=2048)
+    assert op_seconds(work, shard, whole)[0] == pytest.approx(
+        left * op_seconds(work, shard, device)[0])
+
+
+def test_float8_matmuls_are_faster_and_pay_their_casts() -> None:
+    shard = Shard(micro_batch=4, seq_len=4096)
+    device = load_device("h100-sxm-80g")
+    work = next(op for op in LLAMA.kinds["LlamaDecoderLayer"].ops if "gate_proj" in op.name)
+    half, eighth = (op_seconds(work, replace(shard, dtype=dtype), device)[0]
+                    for dtype in ("bfloat16", "float8"))
+    assert half / 2 < eighth < half
+    attention = next(op for op in LLAMA.kinds["LlamaDecoderLayer"].ops if op.attention)
+    assert op_seconds(attention, replace(shard, dtype="float8"), device) == op_seconds(
+        attention, shard, device)
+
+
+def test_gradients_of_a_stack() -> None:
+    mixed = Request(global_batch=8, seq_len=S, precision="fp16-mixed")
+    assert mixed.bytes.gradient_bytes == 4
+    deepspeed = replace(mixed, stack="megatron-deepspeed")
+    assert (deepspeed.bytes.gradient_bytes, deepspeed.bytes.reduce_bytes) == (2, 2)
+
+
+def test_sequence_parallelism_can_be_refused() -> None:
+    request = Request(global_batch=8, seq_len=S)
+    place = topology("dgx-a100-80g")
+    assert Coster(GPT, place, request).sequence_parallel(8)
+    assert not Coster(GPT, place, replace(request, sequence_parallel=False)).sequence_parallel(8)
+    assert not Coster(GPT, place, replace(request, stack="megatron-deepspeed")
+                      ).sequence_parallel(8)
+
+
+def test_constants_are_fitted_per_device() -> None:
+    stack = load_stack("megatron-lm-2022")
+    assert kernels_for(stack, "a100-80g", 8).matmul_efficiency is not None
+    assert kernels_for(stack, "cpu", 1).matmul_efficiency is None
+    assert kernels_for(load_stack("pytorch-eager"), "a100-80g", 1).matmul_efficiency is None

@@ -249,3 +249,61 @@ def test_polynomials_are_exact_or_refused() -> None:
     images = image_points()
     assert Fit.over(images).of(lambda i: 4 + 9 * images[i][0]) == Extent(
         fixed=(4, 0, 0), per_sample=(9, 0, 0))
+
+
+class TokenMixer(nn.Module):
+    """A feed-forward part that can be divided, and work on neighbouring tokens beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.scale = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = torch.cat([x[:, :1], x[:, :-1]], dim=1)
+        return shifted * self.scale + self.down(torch.relu(self.up(x)))
+
+
+class Flat(nn.Module):
+    """Works on (batch x sequence, features), whose shard is not a shard of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.norm(x.reshape(-1, 24))
+        return x + self.down(torch.relu(self.up(inner))).view(x.shape)
+
+
+class FeatureMLP(Flat):
+    """Elementwise between its matmuls, token by token outside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("block, callers", [
+    (FeatureMLP, ()), (TokenMixer, ("TokenMixer",)), (Flat, ("Flat",))])
+def test_what_is_not_proven_to_work_on_shards_is_named(block: Any, callers: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(301, 24), nn.Linear(24, 301)
+            self.blocks = nn.ModuleList([block(), block()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.table(x)
+            for layer in self.blocks:
+                x = layer(x)
+            return self.head(x)
+    graph = trace(Model(), torch.zeros(2, 16, dtype=torch.int64), name="model")
+    split = graph.kind_of(1).tensor_parallel
+    assert split is not None and split.divides == {"ffn": 48}
+    assert split.callers == callers
+
+
+def test_attention_is_a_matter_of_its_class(llama: LayerGraph) -> None:
+    split = llama.kind_of(1).tensor_parallel
+    assert split is not None and split.callers == ("LlamaAttention",)
+    assert split.kv_parameters == ("self_attn.k_proj.weight", "self_attn.v_proj.weight")

@@ -14,7 +14,7 @@ The compact form describes nodes; a preset is the same form for one node:
     preset: dgx-h100              # optional: start from these figures, the rest overrides them
     nodes: 4
     gpus_per_node: 8
-    device: h100-sxm-80g          # a shipped device, or a whole Device document
+    device: h100-sxm-80g          # a shipped device, a Device document, or the file of one
     memory_bytes: 80000000000     # optional: instead of the device's
     intra_node: {bandwidth_bytes_per_s: 4.5e+11, latency_s: 2.0e-6, efficiency: 0.8}   # a Link
     inter_node: {bandwidth_bytes_per_s: 5.0e+10, latency_s: 5.0e-6}                    # one card
@@ -184,6 +184,10 @@ def _from_file(path: Path) -> Topology:
                            "{preset: dgx-h100, nodes: 4}")
     if "meshwright" in data:
         return parse(Topology, data, where)
+    for group in (data, *(data["hosts"] if isinstance(data.get("hosts"), list) else ())):
+        device = group.get("device") if isinstance(group, dict) else None
+        if isinstance(device, str) and device.endswith(SUFFIXES):
+            group["device"] = read_data(path.parent / device)
     return _from_compact(data, where, path.stem[:200])
 
 

@@ -93,6 +93,36 @@ def _model(dtype: str | None, **fields: Any) -> None:
                    f"{len(profile.failures)} could not be; written to {fields['output']}")
 
 
+@commands.command("device")
+@click.option("--name", help="Of the device. [the shipped file's of this hardware]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[cuda where there is one]")
+@click.option("--threads", type=click.IntRange(min=1), help="Of each process, on CPU.")
+@click.option("--error", type=click.FloatRange(min=0.0001, max=0.5), default=0.02,
+              show_default=True, help="Repeat until the median is known to this share of itself.")
+@click.option("--most-seconds", "most_s", type=click.FloatRange(min=0.05), default=2.0,
+              show_default=True, help="For one point of a curve.")
+@click.option("--no-progress", "--quiet", "-q", "quiet", is_flag=True, help="No progress bar.")
+@click.option("--output", "-o", required=True, metavar="FILE", help="Write the device here.")
+def _device(output: str, quiet: bool, **fields: Any) -> None:
+    """Measure the curves of a device file on this device."""
+    _check_output(output)
+    from profiler.documents import dump, write_atomically
+    from profiler.measure_device import DeviceOptions, measure_device
+    from profiler.model_command import progress_bar
+
+    first = int(os.environ.get("RANK", 0)) == 0
+    with progress_bar(quiet or not first, 40) as advance:
+        made, busy = measure_device(DeviceOptions(**fields), advance)
+    if first:
+        write_atomically(output, dump(made))
+        best = max(made.peak_flops_per_s.values())
+        click.echo(f"{made.description}: {best / 1e12:.3g} TFLOP/s at most, "
+                   f"{made.memory_bandwidth_bytes_per_s / 1e9:.3g} GB/s, "
+                   f"{made.kernel_launch_s * 1e6:.3g} us a launch; written to {output}")
+        for note in busy:
+            click.echo(f"note: {note}", err=True)
+
+
 @commands.command("links")
 @click.option("--max-bytes", "most_bytes", type=click.IntRange(min=2**20, max=2**34),
               default=64 * 2**20, show_default=True, help="The largest message.")

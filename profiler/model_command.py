@@ -25,7 +25,7 @@ from profiler.profile import Profile
 from profiler.team import Team
 from profiler.timing import Budget
 
-__all__ = ["ModelOptions", "profile_model", "progress_bar"]
+__all__ = ["ModelOptions", "context_bytes", "profile_model", "progress_bar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def profile_model(options: ModelOptions) -> LayerGraph:
         device=options.device_name or device_name(device), dtype=options.dtype,
         hardware=hardware_name(device), versions=versions(device), date=today(),
         num_processes=team.per_host, num_threads=torch.get_num_threads(),
-        compiled=options.compile, context_bytes=_context_bytes(device))
+        compiled=options.compile, context_bytes=context_bytes(device))
     others: tuple[Profile, ...] = graph.profiles
     if partial.exists() and not options.restart:
         profile = _resumed(graph, profile, partial)
@@ -164,7 +164,7 @@ def _resumed(graph: LayerGraph, fresh: Profile, partial: Path) -> Profile:
     return found
 
 
-def _context_bytes(device: torch.device) -> int:
+def context_bytes(device: torch.device) -> int:
     """What the process holds before there is any model."""
     if device.type == "cuda":
         torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)

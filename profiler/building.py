@@ -23,7 +23,7 @@ from profiler.layer_calls import layer_modules
 from profiler.layer_graph import LayerGraph
 from profiler.trace import as_arguments, find_function, input_maker
 
-__all__ = ["DTYPES", "Subject", "build_subject", "materialise"]
+__all__ = ["DTYPES", "Subject", "build_subject", "materialise", "random_arguments"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STANDARD_DEVIATION = 0.02
@@ -101,7 +101,7 @@ def build_subject(graph: LayerGraph, device: torch.device, dtype: torch.dtype) -
     _make_frame(model, [layer.name for layer in graph.layers], device)
 
     def make_inputs(micro_batch: int, seq_len: int) -> Arguments:
-        return _filled(maker(micro_batch, seq_len), bounds, device, dtype)
+        return random_arguments(maker(micro_batch, seq_len), bounds, device, dtype)
 
     return Subject(graph=graph, model=model, make_inputs=make_inputs, device=device, dtype=dtype)
 
@@ -122,7 +122,8 @@ def _from_function(path: str, graph: LayerGraph, dtype: torch.dtype) -> tuple[nn
     return built[0], input_maker(args, kwargs, tensors[0], graph.sample), (args, kwargs)
 
 
-def _filled(made: Arguments, bounds: Any, device: torch.device, dtype: torch.dtype) -> Arguments:
+def random_arguments(made: Arguments, bounds: Any, device: torch.device, dtype: torch.dtype
+                     ) -> Arguments:
     """Random values: integers below a bound by name, or in the range of the examples."""
     def fill(empty: torch.Tensor, low: int, high: int) -> torch.Tensor:
         if empty.dtype.is_floating_point:

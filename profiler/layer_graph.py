@@ -149,7 +149,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGroup:
-    """Activation tensors alive together: `bytes_per_element` is None for the compute dtype."""
+    """Activation tensors alive together: `bytes_per_element` is None for the compute dtype.
+
+    is_outside: kept by work outside of the layer's module (a loss), which no recompute of the layer
+        repeats.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -159,6 +163,7 @@ class TensorGroup:
     bytes_per_element: Annotated[int, Ge(1)] | None = None
     kept_by_selective: bool = False
     is_input: bool = False
+    is_outside: bool = False
 
     def bytes_at(self, micro_batch: int, seq_len: int, compute_bytes: int) -> int:
         """Bytes of the whole (undivided) tensors."""

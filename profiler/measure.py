@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from profiler.building import Subject, materialise
 from profiler.capture import Call, Calls, capture, time_outside
 from profiler.layer_graph import LayerGraph, LayerKind
-from profiler.measure_layers import Work, work_bytes, work_seconds
+from profiler.measure_layers import MODES, Work, work_bytes, work_seconds
 from profiler.profile import Failure, LayerBytes, LayerSeconds, Profile
 from profiler.shards import CannotDivide, Emulation, HeldWhole, divided, local_arguments
 from profiler.team import PeerFailed, Team
@@ -67,6 +67,7 @@ class Measurement:
     """A measurement under way.
 
     done: what has been measured so far. compile: run each layer through torch.compile.
+    modes: of recompute; "none" is among them.
     save: is handed the profile after each case. advance: is told what is done next.
     """
 
@@ -78,6 +79,7 @@ class Measurement:
     advance: Callable[[str], None]
     compile: bool = False
     with_memory: bool = True
+    modes: tuple[str, ...] = MODES
     outside_error: str = ""
 
     @property
@@ -157,7 +159,8 @@ class Measurement:
             work = self._work(call, kind, group)
             clock = Clock(self.subject.device)
             try:
-                samples, settled = work_seconds(work, clock, self.budget, self.team.agree)
+                samples, settled = work_seconds(work, clock, self.budget, self.team.agree,
+                                                self.modes)
             except PeerFailed:
                 raise
             except Exception:
@@ -208,8 +211,8 @@ class Measurement:
              outside: dict[str, tuple[float, float]] | None, memory: Any) -> None:
         more = (0.0, 0.0) if outside is None else outside.get(kind, (0.0, 0.0))
         own = [samples.median("forward"), samples.median("backward"),
-               samples.difference("backward_selective", "backward"),
-               samples.difference("backward_full", "backward"),
+               *(samples.difference(part, "backward") if part in samples.parts else 0.0
+                 for part in ("backward_selective", "backward_full")),
                spread(samples.total(("forward", "backward"))), *more]
         forward, backward, selective, full, width, *more_s = self.team.mean(own)
         where: Any = {"kind": kind, "micro_batch": case.micro_batch, "seq_len": case.seq_len,

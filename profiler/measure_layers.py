@@ -17,7 +17,7 @@ from profiler.profile import SavedTensor
 from profiler.recompute import recomputed
 from profiler.timing import Budget, Clock, Samples, repeat_until_settled
 
-__all__ = ["Bytes", "Work", "saved_tensors", "work_bytes", "work_seconds"]
+__all__ = ["MODES", "Bytes", "Work", "saved_tensors", "work_bytes", "work_seconds"]
 
 MODES = ("none", "selective", "full")
 

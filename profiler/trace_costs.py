@@ -231,12 +231,13 @@ class LayerCosts:
                 name = (producer.module if producer.inside else "") or "outside"
             size = made.itemsize if made.fixed_dtype else None
             key = (name, self._storage_split(storage), size,
-                   by_module and self._is_product(storage), by_module and is_input)
+                   by_module and self._is_product(storage), by_module and is_input,
+                   by_module and not is_input and storage in self.view.saved_outside)
             groups.setdefault(key, []).append(storage)
         return tuple(
             TensorGroup(name=name, split=split, bytes_per_element=size, kept_by_selective=product,
-                        is_input=is_input, elements=self._size(members))
-            for (name, split, size, product, is_input), members in groups.items())
+                        is_input=is_input, is_outside=outside, elements=self._size(members))
+            for (name, split, size, product, is_input, outside), members in groups.items())
 
     def _kept_only_by_selective(self) -> tuple[TensorGroup, ...]:
         extra = {use.storage: None for _, op in self.view.forward

@@ -46,6 +46,7 @@ class LayerView:
 
     saved: storages kept by autograd, named as in this view; `actual` gives the storage (or, for one
     inside a layer that was not run, a stand-in unique to this layer) behind each name.
+    saved_outside: those of `saved` that work outside of the layer's module keeps.
     outputs: what other layers are given or read. names and back translate the arguments and
     results of this layer to those of the one it equals, and back.
     """
@@ -56,6 +57,7 @@ class LayerView:
     forward: list[tuple[int, RawOp]]
     backward: list[tuple[int, RawOp]]
     saved: list[int]
+    saved_outside: set[int]
     actual: dict[int, int | tuple[int, int]]
     outputs: set[int]
     layers: set[int]
@@ -110,7 +112,7 @@ def layer_views(run: Run) -> list[LayerView]:
         views.append(LayerView(
             index, call.path, call.like,
             [item for item in ops if item[1].forward], [i for i in ops if not i[1].forward],
-            list(saved), actual,
+            list(saved), {names.get(s, s) for s in saved_outside.get(index, {})}, actual,
             {names.get(s, s) for s in crossing.get(index, ())}, {index, call.like}, names, back))
     return views
 

@@ -125,11 +125,11 @@ def activation_memory(kind: LayerKind, recompute: RecomputeMode, shard: Shard, i
     if recompute == "none":
         saved_bytes, dropped_bytes = everything, 0
     else:
-        kept = extra = 0
-        if recompute == "selective":
-            kept = _group_bytes([g for g in kind.saved
-                                 if g.kept_by_selective and not g.is_input], shard) + more
-            extra = _group_bytes(kind.kept_only_by_selective, shard)
+        selective = recompute == "selective"
+        kept = _group_bytes([g for g in kind.saved if g.is_outside or (
+            selective and g.kept_by_selective and not g.is_input)], shard)
+        kept += more if selective else 0
+        extra = _group_bytes(kind.kept_only_by_selective, shard) if selective else 0
         entering = TensorGroup(name="input", elements=inputs, split="sequence")
         entered = max(_group_bytes([entering], shard),
                       _group_bytes([g for g in kind.saved if g.is_input], shard))

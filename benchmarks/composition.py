@@ -1,0 +1,174 @@
+"""Is a step the sum of its profiled layers? Predicted against measured, in one process.
+
+    python benchmarks/composition.py [--rounds 3] [--json FILE]
+
+For each model and micro-batch, rounds of profiling and of whole steps alternate in one run, so that
+what slows the machine slows both. Predicted: the layers' seconds as the planner adds them up,
+with the optimizer and the gradient norm. Measured: the median step of the plain model, unsharded.
+Goal: each within 8 %, the median within 4 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from planner.layout import LayerRun, Layout, Mesh, Reference, Stage
+from planner.pricing import price
+from planner.request import Request
+from planner.topology_local import local_topology
+from profiler.building import build_subject, materialise
+from profiler.hardware import hardware_name, today, versions
+from profiler.hugging_face import trace_hugging_face
+from profiler.layer_graph import LayerGraph
+from profiler.measure import Measurement, available_bytes, cases_of
+from profiler.measure_update import make_optimizer, update_seconds
+from profiler.profile import LayerSeconds, Profile
+from profiler.team import Team
+from profiler.timing import Budget
+
+EACH, MEDIAN = 0.08, 0.04
+CPU = torch.device("cpu")
+
+MODELS: dict[str, tuple[dict[str, Any], int, tuple[int, int]]] = {
+    "gpt2": ({"model_type": "gpt2", "n_layer": 4, "n_embd": 768, "n_head": 12,
+              "vocab_size": 16384, "n_positions": 512}, 256, (1, 2)),
+    "llama": ({"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 4,
+               "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048,
+               "vocab_size": 16384, "max_position_embeddings": 512}, 256, (1, 2)),
+    "bert": ({"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 4,
+              "num_attention_heads": 12, "intermediate_size": 3072, "vocab_size": 16384,
+              "max_position_embeddings": 512}, 256, (1, 2)),
+    "vit": ({"model_type": "vit", "hidden_size": 768, "num_hidden_layers": 4,
+             "num_attention_heads": 12, "intermediate_size": 3072, "image_size": 224,
+             "patch_size": 16, "num_labels": 1000}, 1, (1, 2)),
+    "resnet": ({"model_type": "resnet", "embedding_size": 64,
+                "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3],
+                "layer_type": "bottleneck", "num_labels": 1000}, 1, (2, 4)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    model: str
+    micro_batch: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def profile_once(graph: LayerGraph, micro_batch: int, seq_len: int, repeats: int) -> Profile:
+    """One round: a few repeats of every distinct layer, and of the update."""
+    budget = Budget(least=repeats, most=repeats)
+    empty = Profile(device="cpu", dtype="float32", hardware=hardware_name(CPU),
+                    versions=versions(CPU), date=today(), num_threads=torch.get_num_threads())
+    measurement = Measurement(
+        subject=build_subject(graph, CPU, torch.float32), team=Team(1, 0), budget=budget,
+        done=empty, save=lambda profile: None, advance=lambda text: None, with_memory=False,
+        modes=("none",))
+    profile = measurement.run(list(cases_of((micro_batch,), (seq_len,), (1,))))
+    update = update_seconds(graph, CPU, "float32", "adamw", available_bytes(CPU, 2), budget)
+    return replace(profile, updates=(update,))
+
+
+def merged(profiles: list[Profile]) -> Profile:
+    """The medians over the rounds."""
+    def middle(rows: tuple[LayerSeconds, ...]) -> LayerSeconds:
+        return replace(rows[0], forward_s=median(r.forward_s for r in rows),
+                       backward_s=median(r.backward_s for r in rows))
+
+    updates = [p.updates[0] for p in profiles]
+    return replace(
+        profiles[0],
+        layers=tuple(middle(rows) for rows in zip(*(p.layers for p in profiles), strict=True)),
+        updates=(replace(updates[0], update_s=median(u.update_s for u in updates),
+                         norm_s=median(u.norm_s for u in updates)),))
+
+
+def predicted(graph: LayerGraph, profile: Profile, micro_batch: int, seq_len: int) -> float:
+    """The planner's own price of one process."""
+    run = LayerRun(first_layer=0, num_layers=len(graph.layers))
+    layout = Layout(
+        model=Reference(name=graph.name), topology=Reference(name="local:1"), mesh=Mesh(),
+        request=Request(global_batch=micro_batch, seq_len=seq_len, precision="fp32"),
+        micro_batch=micro_batch, num_micro_batches=1, stages=(Stage(runs=(run,)),))
+    priced = price(replace(graph, profiles=(profile,)), local_topology(1), layout)
+    assert priced.prediction is not None
+    assert priced.prediction.measured_share > 0.999
+    return priced.prediction.step_s
+
+
+class Steps:
+    """The plain model, trained."""
+
+    def __init__(self, graph: LayerGraph, micro_batch: int, seq_len: int) -> None:
+        subject = build_subject(graph, CPU, torch.float32)
+        self.model = materialise(subject.model, CPU)
+        self.optimizer = make_optimizer("adamw", list(self.model.parameters()), fused=False)
+        _, self.inputs = subject.make_inputs(micro_batch, seq_len)
+        self.once()
+
+    def once(self) -> float:
+        begin = time.perf_counter()
+        self.model(**self.inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - begin
+
+
+def compare(name: str, micro_batch: int, rounds: int) -> Result:
+    config, seq_len, _ = MODELS[name]
+    graph = trace_hugging_face(config, name=name)
+    steps = Steps(graph, micro_batch, seq_len)
+    profiles, measured = [], []
+    for _ in range(rounds):
+        measured += [steps.once() for _ in range(3)]
+        profiles.append(profile_once(graph, micro_batch, seq_len, repeats=3))
+        measured += [steps.once() for _ in range(3)]
+    return Result(model=name, micro_batch=micro_batch, measured_s=median(measured),
+                  predicted_s=predicted(graph, merged(profiles), micro_batch, seq_len))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    results = []
+    print(f"{'model':<10}{'micro-batch':>12}{'predicted (s)':>15}{'measured (s)':>14}{'error':>9}")
+    for name in options.models:
+        for micro_batch in MODELS[name][2]:
+            result = compare(name, micro_batch, options.rounds)
+            results.append(result)
+            verdict = "" if abs(result.error) <= EACH else f"  above {EACH:.0%}"
+            print(f"{name:<10}{micro_batch:>12}{result.predicted_s:>15.4f}"
+                  f"{result.measured_s:>14.4f}{result.error:>9.1%}{verdict}", flush=True)
+    middle = median(abs(result.error) for result in results)
+    print(f"median error {middle:.1%}{'' if middle <= MEDIAN else f', above {MEDIAN:.0%}'}")
+    if options.json:
+        options.json.write_text(json.dumps({
+            "hardware": hardware_name(CPU), "date": today(), "median_error": middle, "rows": [
+                {"model": r.model, "micro_batch": r.micro_batch, "predicted_s": r.predicted_s,
+                 "measured_s": r.measured_s, "error": r.error} for r in results]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -126,6 +126,8 @@ def _device(output: str, quiet: bool, **fields: Any) -> None:
 @commands.command("links")
 @click.option("--max-bytes", "most_bytes", type=click.IntRange(min=2**20, max=2**34),
               default=64 * 2**20, show_default=True, help="The largest message.")
+@click.option("--sizes", type=COUNTS, default=(), help="Bytes of the messages, instead of powers "
+              "of two; two or more.")
 @click.option("--most-seconds", "most_s", type=click.FloatRange(min=0.05), default=2.0,
               show_default=True, help="For one size of one collective.")
 @click.option("--repeats", type=click.IntRange(min=5), default=40, show_default=True,
@@ -138,6 +140,8 @@ def _links(output: str, quiet: bool, **fields: Any) -> None:
     from profiler.errors import InvalidInput
 
     _check_output(output)
+    if len(fields["sizes"]) == 1:
+        raise InvalidInput("--sizes: a line needs two sizes or more")
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise InvalidInput("links are between processes: start it with torchrun "
                            "--nproc-per-node N -m profiler links ...")

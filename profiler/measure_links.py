@@ -33,9 +33,11 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
-    """most_bytes: the largest message. most_s: seconds for one size. repeats: at most."""
+    """most_bytes: the largest message; sizes: these instead. most_s: seconds for one size.
+    repeats: at most."""
 
     most_bytes: int = 64 * 2**20
+    sizes: tuple[int, ...] = ()
     most_s: float = 2.0
     repeats: int = 40
     device: str | None = None
@@ -150,7 +152,7 @@ class _Bench:
     def points(self, collective: Collective) -> list[LinkPoint]:
         """The low percentile at every size: of each repeat the slowest rank counts."""
         points = []
-        for num_bytes in _sizes(self.options.most_bytes):
+        for num_bytes in self.options.sizes or _sizes(self.options.most_bytes):
             seconds = self._repeats(collective, num_bytes)
             points.append(LinkPoint(
                 num_bytes=num_bytes, low_s=float(np.percentile(seconds, LOW_PERCENTILE)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -61,6 +62,15 @@ OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0}
 """Moments kept per trainable parameter."""
 
 
+@functools.cache
+def _recipe(precision: str, stack: str) -> Precision:
+    recipe = PRECISIONS[precision]
+    width = load_stack(stack).gradient_bytes
+    if width is None or not recipe.has_compute_copy:
+        return recipe
+    return replace(recipe, gradient_bytes=width, reduce_bytes=width)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What is to be trained, how, and what the planner must keep to.
@@ -97,11 +107,7 @@ class Request:
     @property
     def bytes(self) -> Precision:
         """The precision recipe, with the gradients of the stack."""
-        recipe = PRECISIONS[self.precision]
-        width = load_stack(self.stack_name).gradient_bytes
-        if width is None or not recipe.has_compute_copy:
-            return recipe
-        return replace(recipe, gradient_bytes=width, reduce_bytes=width)
+        return _recipe(self.precision, self.stack_name)
 
     @property
     def stack_name(self) -> str:

@@ -57,7 +57,8 @@ class Group:
 
     sources: pattern of the source. models: those fitted on; the rest is held out.
     constants: which of the names below, besides the matmul curve. starts: where the search begins
-        for some of them ("matmul": the curve), as logarithms beside the device file.
+        for some of them ("matmul": the curve), as logarithms beside the device file. also: other
+        kernels that get these constants, none of whose rows is fitted on.
     """
 
     kernels: str
@@ -66,6 +67,7 @@ class Group:
     models: str
     constants: tuple[str, ...]
     starts: tuple[tuple[str, float], ...] = ()
+    also: tuple[str, ...] = ()
     most_rows: int = 60
     most_hosts: int | None = None
 
@@ -89,13 +91,12 @@ GROUPS: tuple[Group, ...] = (
     Group(kernels="megatron-lm-2022", devices=A100, sources="korthikanti", models="175B|1T",
           constants=("memory", "host", "host_link", "network")),
     Group(kernels="megatron-lm-2021", devices=A100, sources="sc21|readme_gpt3",
-          models="3.6B|39B|310B", constants=("memory", "host", "host_link", "network", "partly")),
+          models="3.6B|39B|310B", also=("megatron-deepspeed",),
+          constants=("memory", "host", "host_link", "network", "partly")),
     Group(kernels="megatron-deepspeed", devices=A100, sources="vtrain_single", most_hosts=1,
           models="L24-H1024|L12-H2048",
           constants=("memory", "small", "gap", "host", "host_link", "network", "unaligned"),
           most_rows=90),
-    Group(kernels="megatron-deepspeed", devices=A100, sources="vtrain_multi", models="L48",
-          constants=("memory", "host", "host_link", "network", "partly"), most_rows=24),
     Group(kernels="bigscience", devices=A100, sources="bigscience_tr11", models="181B|200B",
           constants=("memory", "host", "host_link", "network", "partly")),
     Group(kernels="neox", devices=A100, sources="alephalpha", models="13B",
@@ -306,13 +307,14 @@ def fit_group(group: Group, rows: Sequence[MeasuredRow]) -> list[Fit]:
     print(group.kernels, "fitted on", len(thin), "rows of", sorted({s.model for s in thin}),
           f"mean error {100 * fitted:.1f} %; held out", len(rest), "rows:",
           "none" if held_out is None else f"{100 * held_out:.1f} %", flush=True)
-    return [Fit(kernels=group.kernels, devices=(device,), rows=len(thin),
+    return [Fit(kernels=name, devices=(device,), rows=len(thin),
                 most_hosts=group.most_hosts,
                 constants=constants_of(group, x, next(
                     s.case.topology.hosts[0].device for s in samples if s.device == device)),
                 models=tuple(sorted({s.model for s in thin})), error_fitted=round(fitted, 4),
                 error_held_out=None if held_out is None else round(held_out, 4),
                 rows_held_out=len(rest))
+            for name in (group.kernels, *group.also)
             for device in sorted({s.device for s in samples})]
 
 
@@ -327,7 +329,8 @@ def main(table: Path, only: str, output: Path) -> None:
     try:
         rows = measured_rows(table)
         chosen = [group for group in GROUPS if re.search(only, group.label)]
-        made = {(g.kernels, device, g.most_hosts) for g in chosen for device in g.devices}
+        made = {(name, device, g.most_hosts) for g in chosen for device in g.devices
+                for name in (g.kernels, *g.also)}
         fits = [f for f in fitted_constants().fits
                 if (f.kernels, f.devices[0], f.most_hosts) not in made]
         for group in chosen:

@@ -56,13 +56,15 @@ class ComputeTimes:
 
     def recompute_s(self, mode: str) -> float:
         """What recompute adds to backward."""
-        return {"none": 0.0, "selective": self.recompute_selective_s,
-                "full": self.recompute_full_s}[mode]
+        if mode == "none":
+            return 0.0
+        return self.recompute_selective_s if mode == "selective" else self.recompute_full_s
 
     def host_recompute_s(self, mode: str) -> float:
         """The host's share of that."""
-        return {"none": 0.0, "selective": self.host_selective_s,
-                "full": self.host_forward_s}[mode]
+        if mode == "none":
+            return 0.0
+        return self.host_selective_s if mode == "selective" else self.host_forward_s
 
 
 _DIVIDED: frozenset[Split] = frozenset({"column", "row", "heads", "feature", "vocabulary"})

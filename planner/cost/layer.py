@@ -217,6 +217,8 @@ def working_seconds(choice: Choice, compute: ComputeTimes,
     the last leave the tensor-parallel collectives out."""
     forward_tp, backward_tp, recompute_tp = collectives
     again = compute.recompute_s(choice.recompute) + recompute_tp
+    if not compute.host_forward_s:
+        return compute.forward_s, compute.backward_s, again
     return (max(compute.forward_s, compute.host_forward_s - forward_tp),
             max(compute.backward_s, compute.host_backward_s - backward_tp),
             max(again, compute.host_recompute_s(choice.recompute)))

@@ -27,7 +27,7 @@ from planner.layout import LayerRun, Layout, Mesh, Reference, Stage
 from planner.pricing import price
 from planner.request import Request
 from planner.topology_local import local_topology
-from profiler.building import build_subject, materialise
+from profiler.building import Subject, build_subject, materialise
 from profiler.hardware import hardware_name, today, versions
 from profiler.hugging_face import trace_hugging_face
 from profiler.layer_graph import LayerGraph
@@ -40,21 +40,19 @@ from profiler.timing import Budget
 EACH, MEDIAN = 0.08, 0.04
 CPU = torch.device("cpu")
 
+_SIZE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+_TEXT = {"vocab_size": 8192, "max_position_embeddings": 512}
 MODELS: dict[str, tuple[dict[str, Any], int, tuple[int, int]]] = {
-    "gpt2": ({"model_type": "gpt2", "n_layer": 4, "n_embd": 768, "n_head": 12,
-              "vocab_size": 16384, "n_positions": 512}, 256, (1, 2)),
-    "llama": ({"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 4,
-               "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048,
-               "vocab_size": 16384, "max_position_embeddings": 512}, 256, (1, 2)),
-    "bert": ({"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 4,
-              "num_attention_heads": 12, "intermediate_size": 3072, "vocab_size": 16384,
-              "max_position_embeddings": 512}, 256, (1, 2)),
-    "vit": ({"model_type": "vit", "hidden_size": 768, "num_hidden_layers": 4,
-             "num_attention_heads": 12, "intermediate_size": 3072, "image_size": 224,
-             "patch_size": 16, "num_labels": 1000}, 1, (1, 2)),
+    "gpt2": ({"model_type": "gpt2", "n_layer": 4, "n_embd": 512, "n_head": 8,
+              "vocab_size": 8192, "n_positions": 512}, 128, (1, 2)),
+    "llama": ({"model_type": "llama", "num_key_value_heads": 4, "intermediate_size": 1376,
+               **_SIZE, **_TEXT}, 128, (1, 2)),
+    "bert": ({"model_type": "bert", "intermediate_size": 2048, **_SIZE, **_TEXT}, 128, (1, 2)),
+    "vit": ({"model_type": "vit", "intermediate_size": 2048, "image_size": 160,
+             "patch_size": 16, "num_labels": 1000, **_SIZE}, 1, (1, 2)),
     "resnet": ({"model_type": "resnet", "embedding_size": 64,
-                "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3],
-                "layer_type": "bottleneck", "num_labels": 1000}, 1, (2, 4)),
+                "hidden_sizes": [256, 512, 1024, 2048], "depths": [2, 2, 3, 2],
+                "layer_type": "bottleneck", "image_size": 128, "num_labels": 1000}, 1, (2, 4)),
 }
 
 
@@ -70,15 +68,15 @@ class Result:
         return self.predicted_s / self.measured_s - 1
 
 
-def profile_once(graph: LayerGraph, micro_batch: int, seq_len: int, repeats: int) -> Profile:
+def profile_once(subject: Subject, micro_batch: int, seq_len: int, repeats: int) -> Profile:
     """One round: a few repeats of every distinct layer, and of the update."""
+    graph = subject.graph
     budget = Budget(least=repeats, most=repeats)
     empty = Profile(device="cpu", dtype="float32", hardware=hardware_name(CPU),
                     versions=versions(CPU), date=today(), num_threads=torch.get_num_threads())
     measurement = Measurement(
-        subject=build_subject(graph, CPU, torch.float32), team=Team(1, 0), budget=budget,
-        done=empty, save=lambda profile: None, advance=lambda text: None, with_memory=False,
-        modes=("none",))
+        subject=subject, team=Team(1, 0), budget=budget, done=empty,
+        save=lambda profile: None, advance=lambda text: None, with_memory=False, modes=("none",))
     profile = measurement.run(list(cases_of((micro_batch,), (seq_len,), (1,))))
     update = update_seconds(graph, CPU, "float32", "adamw", available_bytes(CPU, 2), budget)
     return replace(profile, updates=(update,))
@@ -115,7 +113,7 @@ class Steps:
     """The plain model, trained."""
 
     def __init__(self, graph: LayerGraph, micro_batch: int, seq_len: int) -> None:
-        subject = build_subject(graph, CPU, torch.float32)
+        self.subject = subject = build_subject(graph, CPU, torch.float32)
         self.model = materialise(subject.model, CPU)
         self.optimizer = make_optimizer("adamw", list(self.model.parameters()), fused=False)
         _, self.inputs = subject.make_inputs(micro_batch, seq_len)
@@ -137,7 +135,7 @@ def compare(name: str, micro_batch: int, rounds: int) -> Result:
     profiles, measured = [], []
     for _ in range(rounds):
         measured += [steps.once() for _ in range(3)]
-        profiles.append(profile_once(graph, micro_batch, seq_len, repeats=3))
+        profiles.append(profile_once(steps.subject, micro_batch, seq_len, repeats=3))
         measured += [steps.once() for _ in range(3)]
     return Result(model=name, micro_batch=micro_batch, measured_s=median(measured),
                   predicted_s=predicted(graph, merged(profiles), micro_batch, seq_len))

@@ -36,12 +36,12 @@ def with_links(topology: Topology, links: Links | str | Path) -> Topology:
                     if group.device.backend != links.backend})
     if wrong:
         raise InvalidInput(wrong)
-    hosts = topology.hosts
-    if links.overlap_slowdown is not None:
-        source = {"overlap_slowdown": f"measured: {links.hardware}, {links.date}"}
-        hosts = tuple(replace(group, device=replace(
-            group.device, overlap_slowdown=links.overlap_slowdown,
-            sources=group.device.sources | source)) for group in hosts)
+    found = {name: value for name in ("overlap_slowdown", "communicator_bytes")
+             if (value := getattr(links, name)) is not None}
+    sources = dict.fromkeys(found, f"measured: {links.hardware}, {links.date}")
+    hosts = tuple(replace(group, device=replace(
+        group.device, **found, sources=group.device.sources | sources))
+        for group in topology.hosts)
     return replace(topology, hosts=hosts, links=links)
 
 

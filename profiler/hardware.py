@@ -13,7 +13,8 @@ import torch
 
 from profiler.device import device_of_cuda
 
-__all__ = ["LoadWatch", "device_name", "hardware_name", "pick_device", "today", "versions"]
+__all__ = ["LoadWatch", "context_bytes", "device_name", "hardware_name", "pick_device", "today",
+           "versions"]
 
 CPUINFO = Path("/proc/cpuinfo")
 STAT = Path("/proc/stat")
@@ -74,6 +75,20 @@ def versions(device: torch.device) -> dict[str, str]:
 def today() -> str:
     """The date, as a document has it."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+
+
+def context_bytes(device: torch.device) -> int:
+    """What the process holds before there is any model."""
+    if device.type == "cuda":
+        torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total - free - torch.cuda.memory_reserved(device))
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _nvidia_smi(device: torch.device, fields: str) -> str | None:

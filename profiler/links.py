@@ -96,6 +96,7 @@ class Links:
     """What was measured between the processes of one run.
 
     overlap_slowdown: factor on compute time while a collective runs beside it.
+    communicator_bytes: what one more process group takes on each rank.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -110,6 +111,7 @@ class Links:
     processes_per_host: Count
     fits: Annotated[tuple[LinkFit, ...], MaxLen(10_000)]
     overlap_slowdown: Annotated[float, Ge(1), Le(10)] | None = None
+    communicator_bytes: Annotated[int, Ge(0), Le(2**40)] | None = None
     busy: Annotated[tuple[Annotated[str, Len(1, 1000)], ...], MaxLen(100)] = ()
 
 

@@ -21,9 +21,16 @@ import torch.nn.functional as F
 
 from profiler.building import DTYPES
 from profiler.device import Curve, Device, device_names, load_device
-from profiler.hardware import LoadWatch, device_name, hardware_name, pick_device, today, versions
+from profiler.hardware import (
+    LoadWatch,
+    context_bytes,
+    device_name,
+    hardware_name,
+    pick_device,
+    today,
+    versions,
+)
 from profiler.measure import MEMINFO
-from profiler.model_command import context_bytes
 from profiler.team import Team
 from profiler.timing import Budget, Clock, repeat_until_settled
 

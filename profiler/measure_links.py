@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from profiler.hardware import LoadWatch, hardware_name, pick_device, today, versions
+from profiler.hardware import LoadWatch, context_bytes, hardware_name, pick_device, today, versions
 from profiler.links import COLLECTIVES, Collective, LinkFit, LinkPoint, Links, fit_line
 from profiler.timing import Clock
 
@@ -106,6 +106,7 @@ def measure_links(options: LinkOptions, advance: Callable[[str], None] = lambda 
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     watch = LoadWatch(device, per_host)
     watch.begin()
+    communicator = _communicator_bytes(device, world)
     fits: list[LinkFit] = []
     for shape in shapes_of(world, per_host):
         bench = _Bench(shape, device, options)
@@ -126,7 +127,8 @@ def measure_links(options: LinkOptions, advance: Callable[[str], None] = lambda 
     slowdown = _overlap_slowdown(device)
     return Links(hardware=hardware_name(device), backend=backend, versions=versions(device),  # type: ignore[arg-type]
                  date=today(), num_hosts=world // per_host, processes_per_host=per_host,
-                 fits=tuple(fits), overlap_slowdown=min(10.0, max(1.0, slowdown)),
+                 fits=tuple(fits), communicator_bytes=communicator,
+                 overlap_slowdown=min(10.0, max(1.0, slowdown)),
                  busy=watch.end())
 
 
@@ -201,6 +203,19 @@ class _Bench:
         if dist.get_rank() == first:
             return lambda: dist.send(whole, second, group=group)
         return lambda: dist.recv(whole, first, group=group)
+
+
+def _communicator_bytes(device: torch.device, world: int) -> int:
+    """What a group takes once it has worked: the most of any rank."""
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one)
+    before = context_bytes(device)
+    group = dist.new_group(list(range(world)))
+    dist.all_reduce(one, group=group)
+    taken = torch.tensor(max(0, context_bytes(device) - before), device=device)
+    dist.destroy_process_group(group)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return int(taken)
 
 
 def _overlap_slowdown(device: torch.device) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +16,15 @@ from profiler import models
 from profiler.building import build_subject
 from profiler.documents import dump, load, write_atomically
 from profiler.errors import Interrupted, InvalidInput
-from profiler.hardware import LoadWatch, device_name, hardware_name, pick_device, today, versions
+from profiler.hardware import (
+    LoadWatch,
+    context_bytes,
+    device_name,
+    hardware_name,
+    pick_device,
+    today,
+    versions,
+)
 from profiler.layer_graph import LayerGraph
 from profiler.measure import Measurement, available_bytes, cases_of
 from profiler.measure_update import update_seconds
@@ -25,7 +32,7 @@ from profiler.profile import Profile
 from profiler.team import Team
 from profiler.timing import Budget
 
-__all__ = ["ModelOptions", "context_bytes", "profile_model", "progress_bar"]
+__all__ = ["ModelOptions", "profile_model", "progress_bar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,20 +169,6 @@ def _resumed(graph: LayerGraph, fresh: Profile, partial: Path) -> Profile:
         raise InvalidInput(f"{partial} is of another measurement (model, device, dtype, load or "
                            "versions differ): give --restart to begin anew, or another output")
     return found
-
-
-def context_bytes(device: torch.device) -> int:
-    """What the process holds before there is any model."""
-    if device.type == "cuda":
-        torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
-        torch.cuda.synchronize(device)
-        free, total = torch.cuda.mem_get_info(device)
-        return int(total - free - torch.cuda.memory_reserved(device))
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _with_updates(profile: Profile, graph: LayerGraph, device: torch.device,

@@ -23,7 +23,7 @@ from profiler.errors import Interrupted, MeshwrightError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the allocator warns of what profiling misses
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of allocations before profiling
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
 
 

@@ -119,7 +119,8 @@ def _dimensions(cells: Cells, inferences: list[str]) -> Dimensions:
         inferences.append(f"layers: {layers}, from the number of parameters")
     return Dimensions(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
                       head_dim=hidden // heads, ffn=ffn, vocabulary=vocabulary, gated=gated,
-                      positions=positions, tied=not gated and not modern)
+                      positions=positions, tied=not gated and not modern,
+                      dropout=not re.search("mpt|foundry", family, re.I))
 
 
 def _vocabulary(cells: Cells, gated: bool, inferences: list[str]) -> int:
@@ -228,14 +229,19 @@ def _layouts(cells: Cells, graph: LayerGraph, d: Dimensions, degrees: dict[str, 
     dp, pp = degrees["dp"], degrees["pp"]
     if gbs % dp:
         raise UnusableRow("dp does not divide the global batch")
-    micro_batches = _tuned("micro-batch", cells.count("mbs"), [
+    micro_batch = cells.count("mbs")
+    if micro_batch is None and pp > 1 and request["stack"].startswith("torchtitan"):
+        micro_batch = max(1, gbs // dp // pp)
+        inferences.append("micro-batches: as many as stages, the default of torchtitan")
+    micro_batches = _tuned("micro-batch", micro_batch, [
         m for m in (1, 2, 3, 4, 6, 8, 12, 16, 32) if gbs // dp % m == 0], inferences)
     if (gbs // dp) % micro_batches[0]:
         raise UnusableRow("dp x micro-batch does not divide the global batch")
     most = d.layers // pp
     legal_chunks = [v for v in range(1, most + 1) if d.layers % (pp * v) == 0] or [1]
     if cells.text("vpp").startswith(">"):
-        legal_chunks = [v for v in (2, 3, 4) if pp * v <= d.layers]
+        legal_chunks = [2]
+        inferences.append("chunks: 2")
     chunks = _tuned("chunks", _chunks(cells, pp, request["stack"]), legal_chunks, inferences)
     modes = _tuned("recompute", _recompute(cells, inferences), ["none", "selective", "full"],
                    inferences)

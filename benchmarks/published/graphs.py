@@ -12,7 +12,7 @@ vocabulary, P = learned positions. All extents are per token of a sample unless 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from profiler.layer_graph import (
     AttentionShape,
@@ -39,7 +39,8 @@ class Dimensions:
     """What the costs of a decoder-only transformer depend on.
 
     gated: the Llama family (RMSNorm, rotary positions, SwiGLU, no biases, no dropout), else the GPT
-        family (LayerNorm, GELU, biases, dropout). positions: learned ones; 0 for none.
+        family (LayerNorm, GELU, biases, and dropout unless left out). positions: learned ones; 0
+        for none.
     """
 
     layers: int
@@ -52,6 +53,7 @@ class Dimensions:
     gated: bool
     positions: int = 0
     tied: bool = False
+    dropout: bool = True
 
 
 def _tokens(count: int) -> Extent:
@@ -110,9 +112,9 @@ def _pointwise(name: str, split: Split, forward: int, backward: int, *, kind: Op
 
 
 def _group(name: str, elements: Extent, split: Split, num_bytes: int | None = None, *,
-           kept: bool = False, is_input: bool = False) -> TensorGroup:
+           kept: bool = False, is_input: bool = False, is_outside: bool = False) -> TensorGroup:
     return TensorGroup(name=name, elements=elements, split=split, bytes_per_element=num_bytes,
-                       kept_by_selective=kept, is_input=is_input)
+                       kept_by_selective=kept, is_input=is_input, is_outside=is_outside)
 
 
 def _weight(name: str, *shape: int, split: Split = "replicated", dim: int | None = None
@@ -170,7 +172,7 @@ def _positions(d: Dimensions) -> LayerKind:
                 backward_elements_moved=_by_length(0, h, h)),
              _pointwise("drop.pointwise", "sequence", 2 * h, 2 * h, num_bytes=h,
                         backward_bytes=h)),
-        saved=(_group("outside", _tokens(h), "sequence", 1),),
+        saved=(_group("outside", _tokens(h), "sequence", 1, is_outside=True),),
         inputs=(_group("input", _tokens(h), "sequence", is_input=True),),
         forward_working_set=(_group("activations", _tokens(3 * h), "sequence"),
                              _group("activations", _by_length(0, h), "replicated")),
@@ -186,7 +188,7 @@ def _gpt_block(d: Dimensions) -> LayerKind:
             for name in ("ln_1", "ln_2")]
     dropout = [_pointwise(f"{name}.pointwise", "sequence", 2 * h, 2 * h, num_bytes=h,
                           backward_bytes=h) for name in ("attn.resid_dropout", "mlp.dropout")]
-    return LayerKind(
+    kind = LayerKind(
         parameters=(
             _weight("ln_1.weight", h), _weight("ln_1.bias", h),
             _weight("attn.c_attn.weight", h, qkv, split="column", dim=1),
@@ -221,6 +223,10 @@ def _gpt_block(d: Dimensions) -> LayerKind:
         backward_working_set=(_group("gradients", _tokens(2 * h), "sequence"),
                               _group("gradients", _tokens(f), "feature")),
         tensor_parallel=_divides(d))
+    if d.dropout:
+        return kind
+    return replace(kind, ops=tuple(op for op in kind.ops if op not in dropout),
+                   saved=tuple(g for g in kind.saved if g.bytes_per_element != 1))
 
 
 def _divides(d: Dimensions) -> TensorParallel:
@@ -341,8 +347,8 @@ def _head(d: Dimensions) -> LayerKind:
              Op(name="outside.loss", kind="loss", split="vocabulary",
                 bytes_moved=_mixed(8, 12 * v + 8), backward_bytes_moved=_mixed(16, 20 * v + 8),
                 kernels=2, backward_kernels=3)),
-        saved=(entering, _group("outside", _tokens(v), "vocabulary", 4),
-               _group("outside", _tokens(1), "sequence", 8)),
+        saved=(entering, _group("outside", _tokens(v), "vocabulary", 4, is_outside=True),
+               _group("outside", _tokens(1), "sequence", 8, is_outside=True)),
         inputs=(entering, _group("input", _tokens(1), "sequence", 8, is_input=True)),
         kept_only_by_selective=(_group("outside", _tokens(v), "vocabulary", kept=True),),
         forward_working_set=(

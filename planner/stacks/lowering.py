@@ -38,7 +38,8 @@ def lower(graph: LayerGraph, stack: Stack) -> LayerGraph:
     """The graph as the stack runs it, without what was measured of other kernels; the same object
     where the stack changes nothing."""
     if (stack.attention == "fused" and stack.selective == "matmul-outputs" and not stack.fused
-            and not stack.gathers_saved_inputs and not stack.loss_kernels):
+            and not stack.gathers_saved_inputs and not stack.loss_kernels
+            and not stack.whole_logits):
         return graph
     return replace(graph, profiles=(),
                    kinds={name: _kind(kind, stack) for name, kind in graph.kinds.items()})
@@ -60,6 +61,8 @@ def _kind(kind: LayerKind, stack: Stack) -> LayerKind:
             kind = _selective(kind, stack.selective == "core-attention")
     if "loss" in stack.fused:
         kind = _loss(kind)
+    if stack.whole_logits and any(op.kind == "loss" for op in kind.ops):
+        kind = _whole_logits(kind)
     if stack.loss_kernels:
         kind = replace(kind, ops=tuple(
             replace(op, kernels=op.kernels + stack.loss_kernels) if op.kind == "loss" else op
@@ -237,6 +240,18 @@ def _selective(kind: LayerKind, core_attention: bool) -> LayerKind:
                     for g in kind.saved),
         kept_only_by_selective=tuple(g for g in kind.kept_only_by_selective
                                      if g.name not in again))
+
+
+def _whole_logits(kind: LayerKind) -> LayerKind:
+    def whole(groups: tuple[TensorGroup, ...]) -> tuple[TensorGroup, ...]:
+        return tuple(replace(g, split="replicated") if g.split == "vocabulary" else g
+                     for g in groups)
+
+    return replace(
+        kind, ops=tuple(replace(op, split="replicated") if op.split == "vocabulary"
+                        and op.kind != "matmul" else op for op in kind.ops),
+        saved=whole(kind.saved), forward_working_set=whole(kind.forward_working_set),
+        backward_working_set=whole(kind.backward_working_set))
 
 
 def _loss(kind: LayerKind) -> LayerKind:

@@ -40,6 +40,7 @@ class Stack:
     sequence_parallel: activations between tensor-parallel regions are divided where they can be.
     gathers_saved_inputs: under sequence parallelism a column matmul keeps only its shard of the
         input and gathers it again in backward (Megatron-LM).
+    whole_logits: each tensor-parallel rank gathers the logits and computes the whole loss.
     scatters_sends: without sequence parallelism, each tensor-parallel rank sends its part of an
         activation to the next stage, where it is gathered (Narayanan et al. 2021, section 4.1).
     loss_kernels: launched for each micro-batch beside those of the layers: its masks and positions,
@@ -61,6 +62,7 @@ class Stack:
     selective: Literal["matmul-outputs", "alternate-matmuls", "core-attention"] = "matmul-outputs"
     sequence_parallel: bool = True
     gathers_saved_inputs: bool = False
+    whole_logits: bool = False
     scatters_sends: bool = False
     loss_kernels: Annotated[int, Ge(0), Le(1000)] = 0
     gradient_bytes: Annotated[int, Ge(2), Le(4)] | None = None

@@ -1,6 +1,6 @@
 """Is a step the sum of its profiled layers? Predicted against measured, in one process.
 
-    python benchmarks/composition.py [--rounds 3] [--json FILE]
+    python benchmarks/composition.py [--rounds 3] [--cpu-time] [--json FILE]
 
 For each model and micro-batch, rounds of profiling and of whole steps alternate in one run, so that
 what slows the machine slows both. Predicted: the layers' seconds as the planner adds them up,
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,7 @@ from profiler.team import Team
 from profiler.timing import Budget
 
 EACH, MEDIAN = 0.08, 0.04
+Timer = Callable[[], float]
 CPU = torch.device("cpu")
 
 _SIZE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -68,7 +70,8 @@ class Result:
         return self.predicted_s / self.measured_s - 1
 
 
-def profile_once(subject: Subject, micro_batch: int, seq_len: int, repeats: int) -> Profile:
+def profile_once(subject: Subject, micro_batch: int, seq_len: int, repeats: int,
+                 timer: Timer) -> Profile:
     """One round: a few repeats of every distinct layer, and of the update."""
     graph = subject.graph
     budget = Budget(least=repeats, most=repeats)
@@ -76,9 +79,11 @@ def profile_once(subject: Subject, micro_batch: int, seq_len: int, repeats: int)
                     versions=versions(CPU), date=today(), num_threads=torch.get_num_threads())
     measurement = Measurement(
         subject=subject, team=Team(1, 0), budget=budget, done=empty,
-        save=lambda profile: None, advance=lambda text: None, with_memory=False, modes=("none",))
+        save=lambda profile: None, advance=lambda text: None, with_memory=False, modes=("none",),
+        timer=timer)
     profile = measurement.run(list(cases_of((micro_batch,), (seq_len,), (1,))))
-    update = update_seconds(graph, CPU, "float32", "adamw", available_bytes(CPU, 2), budget)
+    update = update_seconds(graph, CPU, "float32", "adamw", available_bytes(CPU, 2), budget,
+                            timer=timer)
     return replace(profile, updates=(update,))
 
 
@@ -112,7 +117,8 @@ def predicted(graph: LayerGraph, profile: Profile, micro_batch: int, seq_len: in
 class Steps:
     """The plain model, trained."""
 
-    def __init__(self, graph: LayerGraph, micro_batch: int, seq_len: int) -> None:
+    def __init__(self, graph: LayerGraph, micro_batch: int, seq_len: int, timer: Timer) -> None:
+        self.timer = timer
         self.subject = subject = build_subject(graph, CPU, torch.float32)
         self.model = materialise(subject.model, CPU)
         self.optimizer = make_optimizer("adamw", list(self.model.parameters()), fused=False)
@@ -120,22 +126,22 @@ class Steps:
         self.once()
 
     def once(self) -> float:
-        begin = time.perf_counter()
+        begin = self.timer()
         self.model(**self.inputs).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return time.perf_counter() - begin
+        return self.timer() - begin
 
 
-def compare(name: str, micro_batch: int, rounds: int) -> Result:
+def compare(name: str, micro_batch: int, rounds: int, timer: Timer) -> Result:
     config, seq_len, _ = MODELS[name]
     graph = trace_hugging_face(config, name=name)
-    steps = Steps(graph, micro_batch, seq_len)
+    steps = Steps(graph, micro_batch, seq_len, timer)
     profiles, measured = [], []
     for _ in range(rounds):
         measured += [steps.once() for _ in range(3)]
-        profiles.append(profile_once(steps.subject, micro_batch, seq_len, repeats=3))
+        profiles.append(profile_once(steps.subject, micro_batch, seq_len, 3, timer))
         measured += [steps.once() for _ in range(3)]
     return Result(model=name, micro_batch=micro_batch, measured_s=median(measured),
                   predicted_s=predicted(graph, merged(profiles), micro_batch, seq_len))
@@ -146,15 +152,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--cpu-time", action="store_true", help="count this process's own seconds: "
+                        "on a machine that is busy with others")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    timer = time.process_time if options.cpu_time else time.perf_counter
     results = []
     print(f"{'model':<10}{'micro-batch':>12}{'predicted (s)':>15}{'measured (s)':>14}{'error':>9}")
     for name in options.models:
         for micro_batch in MODELS[name][2]:
-            result = compare(name, micro_batch, options.rounds)
+            result = compare(name, micro_batch, options.rounds, timer)
             results.append(result)
             verdict = "" if abs(result.error) <= EACH else f"  above {EACH:.0%}"
             print(f"{name:<10}{micro_batch:>12}{result.predicted_s:>15.4f}"

@@ -7,6 +7,7 @@ to `save`, so that a long measurement can be interrupted and go on from there.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,6 +80,7 @@ class Measurement:
     advance: Callable[[str], None]
     compile: bool = False
     with_memory: bool = True
+    timer: Callable[[], float] = time.perf_counter
     modes: tuple[str, ...] = MODES
     outside_error: str = ""
 
@@ -157,7 +159,7 @@ class Measurement:
             return
         try:
             work = self._work(call, kind, group)
-            clock = Clock(self.subject.device)
+            clock = Clock(self.subject.device, self.timer)
             try:
                 samples, settled = work_seconds(work, clock, self.budget, self.team.agree,
                                                 self.modes)
@@ -240,7 +242,7 @@ class Measurement:
     def _outside(self, case: Case, calls: Calls, group: Emulation
                  ) -> dict[str, tuple[float, float]] | None:
         """(forward, backward) seconds by kind; None where it cannot be divided."""
-        clock = Clock(self.subject.device)
+        clock = Clock(self.subject.device, self.timer)
         try:
             results = (self._results(calls, group) if group.degree > 1 else
                        {number: call.result for number, call in enumerate(calls.distinct)})

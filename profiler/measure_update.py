@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -31,8 +32,8 @@ def make_optimizer(name: str, parameters: Sequence[nn.Parameter], *, fused: bool
 
 
 def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, optimizer: str,
-                   available_bytes: int, budget: Budget,
-                   agree: Callable[[bool], bool] = bool) -> UpdateSeconds:
+                   available_bytes: int, budget: Budget, agree: Callable[[bool], bool] = bool,
+                   timer: Callable[[], float] = time.perf_counter) -> UpdateSeconds:
     """Measure over as many of the model's parameters as fit; float32 or bfloat16 ones."""
     dtype, fused = DTYPES[stored_dtype], device.type == "cuda"
     most = available_bytes // BYTES_PER_PARAMETER
@@ -46,7 +47,7 @@ def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, o
     parameters = [nn.Parameter(torch.full(shape, 0.5, dtype=dtype, device=device))
                   for shape in shapes]
     made = make_optimizer(optimizer, parameters, fused=fused)
-    clock = Clock(device)
+    clock = Clock(device, timer)
 
     def once() -> dict[str, float]:
         for parameter in parameters:

@@ -28,7 +28,7 @@ demo: $(VENV)/.installed
 
 test: lint
 	$(BIN)/pytest -n $(JOBS) -m "not processes"
-	$(BIN)/pytest -m processes
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m processes
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ def run_group(command: list[str], limit_s: float) -> tuple[int, str]:
     return process.returncode, output
 
 
-def torchrun(processes: int, module: str, *args: str, limit_s: float = 150) -> tuple[int, str]:
+def torchrun(processes: int, module: str, *args: str, limit_s: float = 300) -> tuple[int, str]:
     """Run a Python module in `processes` local processes; torchrun picks a free port."""
     return run_group([sys.executable, "-m", "torch.distributed.run", "--standalone",
                       f"--nproc-per-node={processes}", "-m", module, *args], limit_s)

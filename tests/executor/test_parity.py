@@ -21,7 +21,7 @@ def _run(tmp_path: Path, graphs: Path, processes: int, module: str, cases: str, 
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("processes, cases, limit_s", [(2, "TWO", 300), (4, "FOUR", 300)])
+@pytest.mark.parametrize("processes, cases, limit_s", [(2, "TWO", 600), (4, "FOUR", 600)])
 def test_gradients_and_losses_equal_one_process(tmp_path, all_graphs, processes, cases, limit_s):
     results = _run(tmp_path, all_graphs, processes, "tests.executor.parity_cases", cases, limit_s)
     assert results.keys() == {case.name for case in getattr(parity_cases, cases)}

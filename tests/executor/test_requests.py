@@ -28,7 +28,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, graphs: Path) -> Path:
     for name in {case.model for case in parity_cases.EIGHT}:
         tiny.graph(name, graphs)
     status, output = torchrun(8, "tests.executor.requests_worker", str(folder), str(graphs),
-                              ",".join(map(str, NUMBERS)), "parity", limit_s=500)
+                              ",".join(map(str, NUMBERS)), "parity", limit_s=900)
     assert status == 0, output[-8000:]
     return folder
 

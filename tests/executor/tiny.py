@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from executor.losses import Loss, cross_entropy, mean_squared_error
-from profiler.documents import dump, load
+from profiler.documents import dump, load, write_atomically
 from profiler.hugging_face import trace_hugging_face
 from profiler.layer_graph import LayerGraph
 from profiler.trace import trace_function
@@ -115,5 +115,5 @@ def graph(name: str, folder: Path) -> LayerGraph:
             made = trace_function(f"tests.executor.plain:{name}", name=name)
         else:
             made = trace_hugging_face(CONFIGS[name][1], name=name)
-        path.write_text(dump(made))
+        write_atomically(path, dump(made))
     return load(LayerGraph, path)

@@ -22,6 +22,7 @@ from benchmarks.published.score import (
     refusals,
     sweeps_of,
 )
+from planner.stacks import load_stack
 from planner.stacks.record import fitted_constants
 
 __all__ = ["Results", "make_results", "print_results", "to_json"]
@@ -42,13 +43,12 @@ class Results:
 
 
 def is_fitted_on(row: Priced) -> bool:
-    """Whether a constant of the row's stack was fitted on its model."""
-    stack = row.layout.request.stack_name
-    from planner.stacks import load_stack
-
-    kernels = load_stack(stack).kernels
-    return any(fit.kernels == kernels and row.cells.text("model") in fit.models
-               for fit in fitted_constants().fits)
+    """Whether a constant of the row's stack was fitted on its model, on its kind of device."""
+    assert row.layout.prediction is not None
+    kernels = load_stack(row.layout.request.stack_name).kernels
+    device = row.layout.prediction.stages[0].device
+    return any(fit.kernels == kernels and device in fit.devices
+               and row.cells.text("model") in fit.models for fit in fitted_constants().fits)
 
 
 def make_results(priced: list[Priced], refused: list[Refused], memory: list[MemoryResult],

@@ -14,7 +14,7 @@ from planner.layout import Axis, Layout
 from planner.layout import Mesh as MeshSpec
 from profiler.errors import InvalidInput
 
-__all__ = ["AXIS_NAMES", "ParallelMesh", "build_mesh", "coordinates", "rank_at"]
+__all__ = ["AXIS_NAMES", "ParallelMesh", "build_mesh", "coordinates", "memory_bytes", "rank_at"]
 
 AXIS_NAMES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
 """Dims of the DeviceMesh, whatever the order in which ranks are laid over them."""
@@ -84,7 +84,8 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
 
     Raises:
         InvalidInput: no process group and more than one device asked for; world size other than the
-            layout's; CUDA asked for and missing.
+            layout's; CUDA asked for and missing; a device with less memory than the layout was
+        predicted to need (said on every rank, not only where it is short).
     """
     spec = layout.mesh
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -112,8 +113,41 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
     shape = [spec.degree(axis) for axis in order]
     ranks = torch.arange(spec.num_devices, dtype=torch.int).view(shape)
     ranks = ranks.permute([order.index(axis) for axis in AXIS_NAMES])
+    _agree(_memory_problem(layout, device))
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXIS_NAMES)
     return ParallelMesh(spec=spec, mesh=mesh, rank=dist.get_rank(), device=device)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of a device; of a CPU process, its share of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(host) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _memory_problem(layout: Layout, device: torch.device) -> str:
+    """Why this rank's share cannot be held; empty if it can, or if nothing was predicted."""
+    if layout.prediction is None:
+        return ""
+    rank = dist.get_rank()
+    place = coordinates(layout.mesh, rank)["pp"]
+    needed = max(stage.total_memory_bytes for stage in layout.prediction.stages
+                 if stage.pipeline_rank == place)
+    there = memory_bytes(device)
+    if needed <= there:
+        return ""
+    return (f"pipeline rank {place} is predicted to need {needed / 2**30:.2f} GiB, and rank {rank} "
+            f"has {there / 2**30:.2f} GiB ({device}): plan again for these devices "
+            "(plan check says which terms are largest)")
+
+
+def _agree(problem: str) -> None:
+    """Raise on every rank what any of them has to say."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, problem)
+    if problems := list(dict.fromkeys(text for text in said if text)):
+        raise InvalidInput(problems[:4])
 
 
 def _start_alone(device_type: str) -> None:

@@ -13,8 +13,11 @@ import torch
 
 from executor.__main__ import main
 from executor.data import make_source
-from planner.layout import Reference
-from profiler.documents import digest, dump
+from planner import topology_files
+from planner.layout import Layout, Reference
+from planner.pricing import price
+from profiler.documents import digest, dump, load
+from profiler.layer_graph import LayerGraph
 from tests.executor import tiny
 from tests.executor.cases import Case
 
@@ -75,6 +78,17 @@ def test_layouts(place, capsys):
     assert "cannot be read" in refused(capsys, place, "absent")
     stages = [{"runs": [{"first_layer": 0, "num_layers": 2}]}]
     assert "missing: [2, 3" in refused(capsys, place, edited(place, stages=stages))
+
+
+def test_less_memory_than_predicted(place, capsys, monkeypatch):
+    layout = load(Layout, place / "one.json")
+    graph = load(LayerGraph, place / "graph.json")
+    priced = price(graph, topology_files.resolve("cpu-host"), layout)
+    (place / "priced.json").write_text(dump(priced))
+    monkeypatch.setattr("executor.mesh.memory_bytes", lambda device: 2**20)
+    said = refused(capsys, place, "priced")
+    assert "pipeline rank 0 is predicted to need" in said
+    assert "rank 0 has 0.00 GiB (cpu): plan again" in said
 
 
 def test_data(place, capsys, graphs):

@@ -8,6 +8,8 @@ import signal
 import sys
 from typing import Any, NoReturn
 
+from planner import interrupts
+
 __all__ = ["main"]
 
 
@@ -24,13 +26,14 @@ def main() -> NoReturn:
     gc.set_threshold(50_000, 20, 20)  # a search makes many records, and none in cycles
     # pydantic would look for plugins in the metadata of every installed distribution.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    interrupts.end_at_once()
     try:
         from planner.cli import run  # here, so that an interrupt of these imports is caught too
 
         status = run()
     except KeyboardInterrupt:
-        print("interrupted: there is no layout yet", file=sys.stderr)
-        status = 130
+        print(interrupts.NOTHING_YET, file=sys.stderr)
+        status = interrupts.STATUS
     sys.exit(status)
 
 

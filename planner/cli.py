@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from planner import __version__
+from planner import __version__, interrupts
 from planner.capabilities import RecomputeMode, ScheduleName
 from planner.request import OPTIMIZERS, PRECISIONS, Request
 from planner.stacks import stack_names
@@ -166,6 +166,7 @@ def _model(model: str, topology: str | None, links: str | None, output: str | No
     graph, name = inputs.resolve_model(model)
     request = inputs.make_request(graph, given)
     started = time.perf_counter()
+    interrupts.raise_again()
     with progress_line(quiet) as progress:
         layout = search.search(graph, devices, request, progress=progress, time_limit_s=time_limit,
                                model_name=name,

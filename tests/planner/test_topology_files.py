@@ -188,7 +188,7 @@ def test_every_problem_is_said(tmp_path: Path) -> None:
 
 
 def test_unknown_names_in_files(tmp_path: Path) -> None:
-    with pytest.raises(UnknownName, match="did you mean h100-sxm-80g"):
+    with pytest.raises(UnknownName, match=r"did you mean .*h100-sxm-80g"):
         resolve(write(tmp_path, '{"preset": "dgx-h100", "device": "h100"}'))
     with pytest.raises(UnknownName, match="unknown topology 'dgx-x'"):
         resolve(write(tmp_path, '{"preset": "dgx-x"}'))

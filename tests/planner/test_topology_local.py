@@ -78,4 +78,5 @@ def test_a_gpu_of_which_no_file_tells(name: str) -> None:
 
 
 def test_every_gpu_file_has_a_name_in_cuda() -> None:
-    assert {device for _, device in CUDA_NAMES} == set(device_names()) - {"cpu"}
+    # The 96 GB H100 of the torchtitan benchmarks was not sold: its name in CUDA is not published.
+    assert {device for _, device in CUDA_NAMES} == set(device_names()) - {"cpu", "h100-96g"}

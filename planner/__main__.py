@@ -24,7 +24,7 @@ def main() -> NoReturn:
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?"
     gc.set_threshold(50_000, 20, 20)  # a search makes many records, and none in cycles
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # starting its threads takes longer than we do
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # to start more takes a tenth of a second
     # pydantic would look for plugins in the metadata of every installed distribution.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     interrupts.end_at_once()

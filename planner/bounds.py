@@ -79,7 +79,13 @@ def _least(coster: Coster, tp: int, micro_batch: int, span: Span) -> _Least:
     result = []
     for run in coster.chain.runs:
         rows = []
-        for choice in choices_for(coster, run, candidate):
+        choices = choices_for(coster, run, candidate)
+        quick = _without_recompute(choices)
+        for choice in choices:
+            saved = coster.activations(run, choice, micro_batch, tp).saved_bytes
+            if choice not in quick:
+                rows.append((inf, saved, inf, inf))
+                continue
             shard = coster.shard(micro_batch, tp, choice)
             collectives = tensor_parallel_seconds(coster.graph.kinds[run.kind], choice, shard,
                                                   span, run.input)
@@ -87,11 +93,15 @@ def _least(coster: Coster, tp: int, micro_batch: int, span: Span) -> _Least:
             for group in range(len(coster.topology.hosts)):
                 times = coster.compute(run.kind, shard, (group,))
                 working = min(working, sum(working_seconds(choice, times, collectives)))
-            saved = coster.activations(run, choice, micro_batch, tp).saved_bytes
             rows.append((working + collectives[0] + collectives[1], saved,
                          *coster.local_parameters(run, shard.tp)))
         result.append([min(column) for column in zip(*rows, strict=True)])
     return _Least(*np.array(result, dtype=float).T)
+
+
+def _without_recompute(choices: list[Choice]) -> list[Choice]:
+    """Those that recompute nothing, which are never slower; all, where it is demanded."""
+    return [choice for choice in choices if choice.recompute == "none"] or choices
 
 
 def row_bounds(coster: Coster, table: dict[str, NDArray[np.int64]]) -> Floats:
@@ -212,16 +222,22 @@ class CandidateBounds:
         self._bottlenecks: dict[tuple[tuple[float, ...], int], float] = {}
 
     def _table(self, candidate: Candidate) -> _Table:
-        """Kept parameters are never slower than resharded ones, so only those are looked at."""
+        """Kept parameters are never slower than resharded ones, so only those are looked at.
+
+        Recompute is never faster, but can lengthen the window that a lone rank's reduction has.
+        """
         coster, mesh = self.coster, candidate.mesh
         contexts, _ = coster.contexts(mesh)
         times = candidate.num_micro_batches if mesh.dp_shard > 1 else 1
-        key = (contexts, mesh.tp, candidate.micro_batch, times, candidate.each_micro_batch)
+        has_window = mesh.pp == 1 and coster.overlaps(mesh)
+        key = (contexts, mesh.tp, candidate.micro_batch, times, candidate.each_micro_batch,
+               has_window)
         if key not in self._tables:
             columns = []
             for run in coster.chain.runs:
                 choices = choices_for(coster, run, candidate)
                 kept = [choice for choice in choices if not choice.reshard] or choices
+                kept = kept if has_window else _without_recompute(kept)
                 seconds, once, reduce, window = [], [], [], []
                 for choice in kept:
                     for context in contexts:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -211,6 +210,8 @@ def write_atomically(path: str | Path, text: str) -> None:
     Raises:
         InvalidInput: the place cannot be written.
     """
+    import tempfile  # here: reading needs none of what it imports
+
     path = Path(path)
     try:
         if path.is_dir():

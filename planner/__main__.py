@@ -35,6 +35,7 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         print(interrupts.NOTHING_YET, file=sys.stderr)
         status = interrupts.STATUS
+    interrupts.finish()
     sys.exit(status)
 
 

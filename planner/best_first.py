@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -186,7 +187,8 @@ class _Search:
         least = self.heap[0][0] if self.heap else inf
         self.outcome.bound_s = self.best_s if self.outcome.complete else min(least, self.best_s)
         if self.outcome.complete:
-            self.runners_up()
+            with suppress(KeyboardInterrupt):
+                self.runners_up()
         return self.outcome
 
     def runners_up(self) -> None:
@@ -196,10 +198,18 @@ class _Search:
         """
         for node in self.heap:
             heapq.heappush(self.beaten, node)
-        for _ in range(RUNNERS_UP_TRIED):
+        tries = RUNNERS_UP_TRIED
+        # Those that are bounded with memory already are likely the nearest.
+        for node in sorted(n for n in self.beaten if isinstance(n[3], _Filled)):
+            content = node[3]
+            if tries and isinstance(content, _Filled) and not self.has_enough() and (
+                    content.problem.candidate.mesh not in self.known_meshes()):
+                tries -= 1
+                self.try_quickly(content.problem, content.cuts)
+        for _ in range(tries):
             self.feed(self.beaten)
-            known = {found.candidate.mesh for found in self.outcome.found}
-            if not self.beaten or len(known) > RUNNERS_UP:
+            known = self.known_meshes()
+            if not self.beaten or self.has_enough():
                 return
             _, _, _, content = heapq.heappop(self.beaten)
             if isinstance(content, Row):
@@ -214,10 +224,22 @@ class _Search:
                   and may_fit(self.coster, content.candidate)):
                 problem = make_problem(self.coster, content.candidate)
                 filled = Waterfill(problem)
-                _, layers = filled.fill(content.slowest_s)
-                self.try_cuts(problem, self.cuts(problem, filled, layers)[:1])
-            elif isinstance(content, _Filled) and content.problem.candidate.mesh not in known:
-                self.try_cuts(content.problem, content.cuts[:1])
+                slowest_s, layers = filled.fill(content.slowest_s)
+                if slowest_s < inf:
+                    self.try_quickly(problem, self.cuts(problem, filled, layers))
+
+    def known_meshes(self) -> set[Mesh]:
+        return {found.candidate.mesh for found in self.outcome.found}
+
+    def has_enough(self) -> bool:
+        return len(self.known_meshes()) > RUNNERS_UP
+
+    def try_quickly(self, problem: StageProblem, cuts: list[list[int]]) -> None:
+        """A layout of a runner-up: its first stages; on one rank, soon done, the best choices."""
+        found = len(self.outcome.found)
+        self.try_cuts(problem, cuts[:1])
+        if problem.candidate.mesh.pp == 1 and len(self.outcome.found) == found:
+            self.solve_blocks(problem, must_beat=False)
 
     def step(self, bound: float, content: object) -> None:
         if isinstance(content, Row):
@@ -273,23 +295,33 @@ class _Search:
 
     def solve(self, bound: float, node: _Filled) -> None:
         """Try the quick layouts of a candidate, then its program."""
-        problem, candidate = node.problem, node.problem.candidate
+        problem = node.problem
         self.try_cuts(problem, node.cuts)
         if bound >= self.best_s * (1 - TOLERANCE):
             return  # as good as the bound: nothing left to solve
-        parts = variants(problem)
+        if self.solve_blocks(problem, must_beat=True):
+            self.outcome.num_solved += 1
+        else:
+            self.solve_program(bound, node)
+
+    def solve_blocks(self, problem: StageProblem, *, must_beat: bool) -> bool:
+        """Keep the best layouts of a model of one repeated block; False if it is of another kind.
+
+        must_beat: only what is faster than the best so far is of use.
+        """
+        candidate, parts = problem.candidate, variants(problem)
         forms = [block_forms(part) for part in parts]
         if not all(forms):
-            self.solve_program(bound, node)
-            return
-        self.outcome.num_solved += 1
+            return False
         for part, spreads in zip(parts, forms, strict=True):
             filled = Waterfill(part)
             for form in spreads:
-                answer = Blocks(part, form, filled).solve(self.best_s, TOLERANCE)
+                limit_s = self.best_s if must_beat else inf
+                answer = Blocks(part, form, filled).solve(limit_s, TOLERANCE)
                 if isinstance(answer, tuple):
                     step_s, segments = answer
                     self.keep(candidate, segments, self.lifted(candidate, segments, step_s))
+        return True
 
     def solve_program(self, bound: float, node: _Filled) -> None:
         """The general program: first its linear relaxation, which orders the heap, then whole."""

@@ -171,6 +171,7 @@ def _model(model: str, topology: str | None, links: str | None, output: str | No
         layout = search.search(graph, devices, request, progress=progress, time_limit_s=time_limit,
                                model_name=name,
                                topology_name=inputs.topology_name(str(topology), devices))
+    interrupts.finish()
     wall_s = time.perf_counter() - started
     if links is not None:
         layout = replace(layout, links=inputs.links_reference(links, devices))

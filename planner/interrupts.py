@@ -2,7 +2,8 @@
 
 While modules are imported and inputs read there is nothing to keep, and an exception in the middle
 of an import may end in a traceback of the import system's own: the process ends at once. A search
-keeps its best layout, so there an interrupt is the exception KeyboardInterrupt.
+keeps its best layout, so there an interrupt is the exception KeyboardInterrupt. What follows,
+writing and printing, is soon done and is not cut short.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 from typing import NoReturn
 
-__all__ = ["NOTHING_YET", "STATUS", "end_at_once", "raise_again"]
+__all__ = ["NOTHING_YET", "STATUS", "end_at_once", "finish", "raise_again"]
 
 NOTHING_YET = "interrupted: there is no layout yet"
 STATUS = 130
@@ -23,12 +24,22 @@ def _end(number: int, frame: object) -> NoReturn:
     os._exit(STATUS)
 
 
+def _raise(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 def end_at_once() -> None:
     """From here on an interrupt ends the process."""
     signal.signal(signal.SIGINT, _end)
 
 
 def raise_again() -> None:
-    """From here on an interrupt is an exception again, if `end_at_once` was called."""
+    """From here on an interrupt is an exception, if `end_at_once` was called."""
     if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _raise)
+
+
+def finish() -> None:
+    """From here on an interrupt is ignored, if `end_at_once` was called."""
+    if signal.getsignal(signal.SIGINT) in (_end, _raise):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

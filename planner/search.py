@@ -12,7 +12,6 @@ from dataclasses import replace
 from planner import __version__
 from planner.best_first import TOLERANCE, Found, Outcome, Progress, run_search
 from planner.costing import Candidate, Coster
-from planner.explain import diagnose
 from planner.layout import (
     Alternative,
     LayerRun,
@@ -58,6 +57,8 @@ def search(graph: LayerGraph, topology: Topology, request: Request, *,
     if outcome.best is None:
         if not outcome.complete:
             raise Interrupted(f"no layout was found within {time_limit_s} s; give it more time")
+        from planner.explain import diagnose  # here: most requests fit
+
         diagnosis = diagnose(graph, topology, request)
         raise Infeasible(f"{graph.name} does not fit on {topology.name} in any layout",
                          diagnosis)

@@ -12,7 +12,6 @@ stopped.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,12 @@ import torch
 from executor.models import imported
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph
+from profiler.models import FUNCTION
 
 __all__ = ["Batch", "Source", "make_source"]
 
 MASKED = 0.15
 """Share of tokens hidden from a masked model (BERT, arXiv:1810.04805)."""
-
-FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 Batch = tuple[Any, torch.Tensor]
 """Inputs (by keyword, mostly) and targets."""

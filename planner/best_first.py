@@ -200,12 +200,12 @@ class _Search:
             heapq.heappush(self.beaten, node)
         tries = RUNNERS_UP_TRIED
         # Those that are bounded with memory already are likely the nearest.
-        for node in sorted(n for n in self.beaten if isinstance(n[3], _Filled)):
-            content = node[3]
-            if tries and isinstance(content, _Filled) and not self.has_enough() and (
-                    content.problem.candidate.mesh not in self.known_meshes()):
+        for runner in [n[3] for n in sorted(self.beaten) if isinstance(n[3], _Filled)]:
+            if not tries or self.has_enough():
+                break
+            if runner.problem.candidate.mesh not in self.known_meshes():
                 tries -= 1
-                self.try_quickly(content.problem, content.cuts)
+                self.try_quickly(runner.problem, runner.cuts)
         for _ in range(tries):
             self.feed(self.beaten)
             known = self.known_meshes()

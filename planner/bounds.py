@@ -242,7 +242,7 @@ class CandidateBounds:
                 for choice in kept:
                     for context in contexts:
                         cost, parameters = coster.seconds(run, choice, candidate, context)
-                        seconds.append(cost.total_s)
+                        seconds.append(cost.forward_s + cost.backward_s)
                         window.append(cost.window_s)
                         once.append(parameters.optimizer_s + parameters.norm_s)
                         reduce.append(parameters.reduce_s)

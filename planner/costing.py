@@ -21,11 +21,11 @@ from planner.cost.compute import ComputeTimes, Shard, split_degree
 from planner.cost.layer import (
     Group,
     LayerCost,
-    LayerSeconds,
+    LayerTimes,
     ParameterCost,
     layer_cost,
     layer_parameters,
-    layer_seconds,
+    layer_times,
     norm_bytes,
     parameter_cost,
     tensor_parallel_seconds,
@@ -282,11 +282,11 @@ class Coster:
                           num_micro_batches=candidate.num_micro_batches)
 
     def seconds(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
-                ) -> tuple[LayerSeconds, ParameterCost]:
+                ) -> tuple[LayerTimes, ParameterCost]:
         """The seconds of one layer of a run, without its memory."""
         compute, collectives, parameters = self._parts_of(run, choice, candidate, context)
-        return layer_seconds(choice, compute, collectives, parameters, context.group,
-                             num_micro_batches=candidate.num_micro_batches), parameters
+        return layer_times(choice, compute, collectives, parameters, context.group,
+                           num_micro_batches=candidate.num_micro_batches), parameters
 
     def _parts_of(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
                   ) -> tuple[ComputeTimes, tuple[float, float, float], ParameterCost]:

@@ -28,7 +28,7 @@ from profiler.documents import digest
 from profiler.errors import Infeasible, InternalError, Interrupted
 from profiler.layer_graph import LayerGraph
 
-__all__ = ["Progress", "search"]
+__all__ = ["Progress", "describe", "search"]
 
 NUM_ALTERNATIVES = 5
 
@@ -110,7 +110,8 @@ def _proof(outcome: Outcome, layout: Layout) -> Proof:
         solver="CP-SAT (OR-Tools)")
 
 
-def _describe(candidate: Candidate) -> str:
+def describe(candidate: Candidate) -> str:
+    """Degrees, micro-batch and schedule in a few words."""
     mesh = candidate.mesh
     degrees = " x ".join(f"{axis} {mesh.degree(axis)}" for axis in
                          ("pp", "dp_replicate", "dp_shard", "tp") if mesh.degree(axis) > 1)
@@ -135,7 +136,7 @@ def _alternatives(outcome: Outcome) -> tuple[Alternative, ...]:
         theirs = step_terms(found.evaluation, found.candidate)
         grew = max(theirs, key=lambda name: theirs[name] - mine.get(name, 0.0))
         result.append(Alternative(
-            description=_describe(found.candidate), step_s=found.step_s,
+            description=describe(found.candidate), step_s=found.step_s,
             slower_by=found.step_s / best.step_s - 1,
             why=f"{grew.replace('_', ' ')} {mine.get(grew, 0.0):.3g} s -> {theirs[grew]:.3g} s"))
         if len(result) == NUM_ALTERNATIVES:

@@ -204,8 +204,8 @@ def digest(record: Any) -> str:
     return "sha256:" + hashlib.sha256(data.encode()).hexdigest()
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write a text file so that a reader sees the old one or the whole new one.
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write a file (text as UTF-8) so that a reader sees the old one or the whole new one.
 
     Raises:
         InvalidInput: the place cannot be written.
@@ -220,8 +220,8 @@ def write_atomically(path: str | Path, text: str) -> None:
             raise PermissionError(13, "Permission denied")
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             umask = os.umask(0)

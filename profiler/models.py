@@ -23,7 +23,7 @@ from profiler.errors import InvalidInput, UnknownName
 if TYPE_CHECKING:
     from profiler.layer_graph import LayerGraph
 
-__all__ = ["MODELS", "is_hugging_face", "names", "resolve"]
+__all__ = ["FUNCTION", "MODELS", "is_hugging_face", "names", "resolve"]
 
 MODELS = Path(__file__).parent.parent / "planner" / "models"
 SUFFIXES = (".json", ".yaml", ".yml")

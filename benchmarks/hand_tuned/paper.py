@@ -8,10 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hand_tuned.recipes import AXES, Entry, apply, load_recipes
+from benchmarks.hand_tuned.recipes import Entry, apply, load_recipes
 from planner import inputs, search, topology_files
 from planner.costing import Coster
 from planner.layout import Layout
+from planner.pricing import candidate_of
 from profiler.documents import to_data
 
 __all__ = ["Comparison", "as_data", "compare", "degrees", "print_comparison", "what_changed"]
@@ -39,16 +40,10 @@ def compare(model: str, topology: str, **fields: object) -> Comparison:
 
 
 def degrees(layout: Layout) -> str:
-    """The mesh, micro-batch and schedule in a few words."""
-    mesh = layout.mesh
-    text = " x ".join(f"{axis} {mesh.degree(axis)}" for axis in AXES  # type: ignore[arg-type]
-                      if mesh.degree(axis) > 1)  # type: ignore[arg-type]
+    """The mesh, micro-batch, schedule and recompute in a few words."""
     modes = {choice.recompute for stage in layout.stages for _, choice in stage.iter_layers()}
     again = "" if modes == {"none"} else f", recompute {'/'.join(sorted(modes - {'none'}))}"
-    name = "" if mesh.pp == 1 else f", {layout.schedule.name}" + (
-        f" x{layout.schedule.chunks}" if layout.schedule.chunks > 1 else "")
-    return (f"{text or 'one device'}, micro-batch {layout.micro_batch} x "
-            f"{layout.num_micro_batches}{name}{again}")
+    return search.describe(candidate_of(layout)) + again
 
 
 def what_changed(plan: Layout, other: Layout) -> str:

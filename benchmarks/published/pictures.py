@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.published.price import Priced
+from profiler.documents import write_atomically
 from profiler.errors import InvalidInput
 
 __all__ = ["draw"]
@@ -34,8 +37,7 @@ def draw(groups: Mapping[str, Sequence[Priced]], folder: Path) -> list[Path]:
     axes.set(xscale="log", yscale="log", xlabel="measured step (s)", ylabel="predicted step (s)")
     axes.legend(fontsize=7)
     paths = [folder / "predicted_against_measured.png", folder / "error_by_source.png"]
-    figure.savefig(paths[0], dpi=130, bbox_inches="tight")
-    pyplot.close(figure)
+    _save(figure, paths[0])
 
     figure, axes = pyplot.subplots(figsize=(7, 0.4 * len(groups) + 1.5))
     axes.boxplot([[100 * r.error for r in rows] for rows in groups.values()],
@@ -43,6 +45,14 @@ def draw(groups: Mapping[str, Sequence[Priced]], folder: Path) -> list[Path]:
                  flierprops={"markersize": 3})
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel("error of the predicted step time (%)")
-    figure.savefig(paths[1], dpi=130, bbox_inches="tight")
-    pyplot.close(figure)
+    _save(figure, paths[1])
     return paths
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=130, bbox_inches="tight")
+    pyplot.close(figure)
+    write_atomically(path, drawn.getvalue())

@@ -30,8 +30,8 @@ from planner.request import Request
 from planner.topology_groups import Span
 from profiler.layer_graph import Extent, LayerKind
 
-__all__ = ["Group", "LayerCost", "LayerSeconds", "ParameterCost", "layer_cost", "layer_parameters",
-           "layer_seconds", "norm_bytes", "overlap_extra_s", "parameter_cost",
+__all__ = ["Group", "LayerCost", "LayerTimes", "ParameterCost", "layer_cost", "layer_parameters",
+           "layer_times", "norm_bytes", "overlap_extra_s", "parameter_cost",
            "tensor_parallel_seconds", "update_bytes", "working_seconds"]
 
 
@@ -68,9 +68,9 @@ class ParameterCost:
     norm_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
-    """Seconds per micro-batch, seconds per step, and bytes of one layer on one rank.
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds per micro-batch of one layer on one rank.
 
     window_s: what a gradient reduction of the last micro-batch can hide behind: backward work that
         no other communication runs beside.
@@ -85,8 +85,6 @@ class LayerCost:
     gather_backward_s: float
     reduction_backward_s: float
     window_s: float
-    parameters: ParameterCost
-    memory: LayerMemory
 
     @property
     def forward_s(self) -> float:
@@ -96,6 +94,14 @@ class LayerCost:
     def backward_s(self) -> float:
         return (self.backward_compute_s + self.recompute_s + self.tensor_parallel_backward_s
                 + self.gather_backward_s + self.reduction_backward_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost(LayerTimes):
+    """Seconds per micro-batch, seconds per step, and bytes of one layer on one rank."""
+
+    parameters: ParameterCost
+    memory: LayerMemory
 
 
 def overlap_extra_s(work_s: float, communication_s: float, slowdown: float) -> float:
@@ -162,37 +168,28 @@ def layer_parameters(kind: LayerKind, shard: Shard, group: Group, request: Reque
                           each_micro_batch=each_micro_batch)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSeconds:
-    """The seconds of a `LayerCost`, under the same names."""
-
-    forward_compute_s: float
-    backward_compute_s: float
-    recompute_s: float
-    tensor_parallel_forward_s: float
-    tensor_parallel_backward_s: float
-    gather_forward_s: float
-    gather_backward_s: float
-    reduction_backward_s: float
-    window_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Forward and backward of one micro-batch."""
-        return (self.forward_compute_s + self.tensor_parallel_forward_s + self.gather_forward_s
-                + self.backward_compute_s + self.recompute_s + self.tensor_parallel_backward_s
-                + self.gather_backward_s + self.reduction_backward_s)
-
-
-def layer_seconds(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
-                  parameters: ParameterCost, group: Group, *, num_micro_batches: int
-                  ) -> LayerSeconds:
+def layer_times(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
+                parameters: ParameterCost, group: Group, *, num_micro_batches: int) -> LayerTimes:
     """Put the seconds of one layer together.
 
     Args:
         compute: of this rank's share. collectives: of `tensor_parallel_seconds`.
         parameters: of `layer_parameters`.
     """
+    return LayerTimes(*_times(choice, compute, collectives, parameters, group, num_micro_batches))
+
+
+def layer_cost(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
+               parameters: ParameterCost, memory: LayerMemory, group: Group, *,
+               num_micro_batches: int) -> LayerCost:
+    """Put the parts of one layer's cost together; as `layer_times`, with `layer_memory`."""
+    return LayerCost(*_times(choice, compute, collectives, parameters, group, num_micro_batches),
+                     parameters=parameters, memory=memory)
+
+
+def _times(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
+           parameters: ParameterCost, group: Group, num_micro_batches: int) -> tuple[float, ...]:
+    """The fields of `LayerTimes` in order."""
     forward_tp, backward_tp, _ = collectives
     forward_s, backward_s, recompute = working_seconds(choice, compute, collectives)
     resharded = choice.reshard and group.shard.size > 1
@@ -203,7 +200,7 @@ def layer_seconds(choice: Choice, compute: ComputeTimes, collectives: tuple[floa
     reduce_share = parameters.reduce_each_s / beside if beside else 0.0
     beside_s = forward_s + forward_tp if resharded or group.gathers_beside else 0.0
     forward_extra = overlap_extra_s(beside_s, gather, slowdown)
-    return LayerSeconds(
+    return (
         forward_s, backward_s, recompute, forward_tp, backward_tp,
         forward_extra / (1 if resharded else num_micro_batches),
         backward_extra * (1 - reduce_share), backward_extra * reduce_share,
@@ -222,26 +219,6 @@ def working_seconds(choice: Choice, compute: ComputeTimes,
     return (max(compute.forward_s, compute.host_forward_s - forward_tp),
             max(compute.backward_s, compute.host_backward_s - backward_tp),
             max(again, compute.host_recompute_s(choice.recompute)))
-
-
-def layer_cost(choice: Choice, compute: ComputeTimes, collectives: tuple[float, float, float],
-               parameters: ParameterCost, memory: LayerMemory, group: Group, *,
-               num_micro_batches: int) -> LayerCost:
-    """Put the parts of one layer's cost together; as `layer_seconds`, with `layer_memory`."""
-    seconds = layer_seconds(choice, compute, collectives, parameters, group,
-                            num_micro_batches=num_micro_batches)
-    return LayerCost(
-        forward_compute_s=seconds.forward_compute_s,
-        backward_compute_s=seconds.backward_compute_s,
-        recompute_s=seconds.recompute_s,
-        tensor_parallel_forward_s=seconds.tensor_parallel_forward_s,
-        tensor_parallel_backward_s=seconds.tensor_parallel_backward_s,
-        gather_forward_s=seconds.gather_forward_s,
-        gather_backward_s=seconds.gather_backward_s,
-        reduction_backward_s=seconds.reduction_backward_s,
-        window_s=seconds.window_s,
-        parameters=parameters,
-        memory=memory)
 
 
 def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span: Span,

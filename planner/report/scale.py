@@ -13,7 +13,7 @@ from planner.report import WIDTH
 from planner.report.tables import figures
 from planner.report.words import printable, scaled, seconds, share, term
 from planner.scale import ScalePoint
-from profiler.documents import dump, write_atomically
+from profiler.documents import to_data, write_atomically
 from profiler.errors import InvalidInput
 
 __all__ = ["as_data", "check_plot", "print_scale", "write_plot"]
@@ -66,12 +66,10 @@ def mesh(layout: Layout) -> str:
 
 def as_data(points: Sequence[ScalePoint]) -> list[dict[str, Any]]:
     """The points as plain data for JSON, with the layouts whole."""
-    import json
-
     return [{"num_devices": p.num_devices, "global_batch": p.global_batch,
              "problem": p.problem or None, "linear": p.linear, "limiting": p.limiting,
              "limiting_share": p.limiting_share,
-             "layout": None if p.layout is None else json.loads(dump(p.layout))} for p in points]
+             "layout": None if p.layout is None else to_data(p.layout)} for p in points]
 
 
 def check_plot(path: Path) -> None:
@@ -114,21 +112,6 @@ def write_plot(path: Path, points: Sequence[ScalePoint], model: str, preset: str
         place.minorticks_off()
         place.grid(alpha=0.3)
     figure.suptitle(f"{model} on {preset}")
-    if path.suffix == ".svg":
-        text = io.StringIO()
-        figure.savefig(text, format="svg")
-        write_atomically(path, text.getvalue())
-    else:
-        content = io.BytesIO()
-        figure.savefig(content, format=path.suffix[1:], dpi=150)
-        _write_bytes(path, content.getvalue())
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InvalidInput(f"{path}: cannot be written: {error.strerror or error}") from None
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:], dpi=150)
+    write_atomically(path, drawn.getvalue())

@@ -7,12 +7,14 @@
     with TestBed(hosts=(Host(), Host()), link_bits_per_s=1e9) as bed:
         bed.torchrun(["-m", "executor", "train", "layout.json"], timeout_s=300)
 
-Every process is a device of a fixed speed: it may use its host's share of one core and no more
-(CFS bandwidth control), whoever else is idle, so that a process that waits does not make another
-faster, as it would not on a real cluster. Its memory can be capped: a process above it is killed.
+Every process that torchrun starts is a device of a fixed speed: it may use its share of one core
+and no more (CFS bandwidth control), whoever else is idle, so that a process that waits does not
+make another faster, as it would not on a real cluster. Its memory can be capped: a process above it
+is killed.
 
-Needs root, `ip` and `tc`; `TestBed` says what is missing. Names carry the id of the owner's
-process: whatever a crash leaves behind is taken down by the next one.
+Needs root, `ip`, `tc` and `nsenter`; `TestBed` says what is missing. Names carry the id of the owner's
+process. A janitor waits for that process to end, however it ends, and takes down what it left; what
+both leave, the next test bed takes down.
 """
 
 from __future__ import annotations
@@ -79,9 +81,9 @@ def why_unavailable() -> str | None:
         return f"network namespaces are of Linux; this is {sys.platform}"
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "nsenter") if shutil.which(tool) is None]
     if missing:
-        return f"{' and '.join(missing)} (of iproute2) not found"
+        return f"{' and '.join(missing)} (of iproute2 and util-linux) not found"
     return None
 
 
@@ -111,6 +113,7 @@ class TestBed:
     memory_bytes: int | None = None
     _processes: list[subprocess.Popen[str]] = field(default_factory=list)
     _groups: list[Path] = field(default_factory=list)
+    _janitor: subprocess.Popen[bytes] | None = None
 
     @property
     def name(self) -> str:
@@ -129,6 +132,8 @@ class TestBed:
         if problem is not None:
             raise Unavailable(problem)
         sweep()
+        self._janitor = subprocess.Popen(  # its standard input ends when this process does
+            [sys.executable, __file__, self.name], stdin=subprocess.PIPE, start_new_session=True)
         try:
             self._build()
         except BaseException:
@@ -171,6 +176,10 @@ class TestBed:
                 group.rmdir()
         self._groups.clear()
         _take_down(self.name)
+        if self._janitor is not None:
+            self._janitor.kill()
+            self._janitor.wait()
+            self._janitor = None
 
     # --- processes
 
@@ -185,19 +194,48 @@ class TestBed:
                  environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Result:
         """Run one torchrun job over all hosts and wait for it.
 
-        arguments: of torchrun behind its own: a script, or -m and a module.
+        arguments: of Python, for every process: a script, or -m and a module. The limits are of
+        each process; the agents that start them have none.
         """
-        port = _free_port()
-        commands = [[
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.hosts)),
-            "--node-rank", str(index), "--nproc-per-node", str(host.num_processes),
-            "--master-addr", self.address(0), "--master-port", str(port), *arguments]
-            for index, host in enumerate(self.hosts)]
-        return self.run(commands, timeout_s=timeout_s, environment=environment, cwd=cwd)
+        port = str(_free_port())
+        commands = [[*self._launcher(index, ["--nnodes", str(len(self.hosts)), "--node-rank",
+                                             str(index), "--master-addr", self.address(0),
+                                             "--master-port", port]), *arguments]
+                    for index in range(len(self.hosts))]
+        return self._run(commands, timeout_s, environment, cwd)
+
+    def torchrun_each(self, arguments: Sequence[Sequence[str]], *, timeout_s: float,
+                      environment: Mapping[str, str] | None = None, cwd: Path | None = None
+                      ) -> Result:
+        """A torchrun job of its own on every host, all at once."""
+        commands = [[*self._launcher(index, ["--nnodes", "1", "--master-addr", "127.0.0.1",
+                                             "--master-port", str(_free_port())]), *mine]
+                    for index, mine in enumerate(arguments)]
+        return self._run(commands, timeout_s, (environment or {}) | {"GLOO_SOCKET_IFNAME": "lo"},
+                         cwd)
+
+    def _launcher(self, index: int, places: list[str]) -> list[str]:
+        """torchrun of one host, up to the arguments of Python."""
+        host = self.hosts[index]
+        for rank in range(host.num_processes):
+            self._limit(f"{index}.{rank}", host.core_share, self.memory_bytes)
+        groups = self._group_paths(f"{index}.$LOCAL_RANK")
+        join = "".join(f"echo 0 > {group}/cgroup.procs; " for group in groups)
+        return [sys.executable, "-m", "torch.distributed.run", *places, "--nproc-per-node",
+                str(host.num_processes), "--no-python", "sh", "-c", join + 'exec "$@"', "sh",
+                sys.executable]
 
     def run(self, commands: Sequence[Sequence[str]], *, timeout_s: float,
             environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Result:
-        """Run a command on each host at once; all are ended when one fails or time is up."""
+        """Run a command on each host at once; all are ended when one fails or time is up.
+
+        The processes of a host share its limits.
+        """
+        limited = [[*self._limited(index), *command] for index, command in enumerate(commands)]
+        return self._run(limited, timeout_s, environment, cwd)
+
+    def _run(self, commands: Sequence[Sequence[str]], timeout_s: float,
+             environment: Mapping[str, str] | None, cwd: Path | None) -> Result:
         started = time.monotonic()
         values = dict(os.environ) | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
                                      **(environment or {})}
@@ -207,7 +245,7 @@ class TestBed:
                 output = open(os.memfd_create(f"host{index}"), "w+")  # noqa: SIM115, PTH123
                 outputs.append(output)
                 self._processes.append(subprocess.Popen(
-                    [*self._limited(index), "ip", "netns", "exec", self.namespace(index), *command],
+                    ["nsenter", f"--net=/run/netns/{self.namespace(index)}", *command],
                     env=values, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, text=True,
                     start_new_session=True))
             codes, timed_out = self._wait(started + timeout_s)
@@ -241,55 +279,44 @@ class TestBed:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        _end_members(self._groups)  # torchrun starts its processes in sessions of their own
 
     # --- shares of cores and memory
 
     def _limited(self, host: int) -> list[str]:
-        """A command prefix that puts a host's processes under their limits.
+        """A command prefix that puts a host's processes under their limits together."""
+        count = self.hosts[host].num_processes
+        total = None if self.memory_bytes is None else self.memory_bytes * count
+        self._limit(str(host), self.hosts[host].core_share * count, total)
+        join = "".join(f"echo 0 > {group}/cgroup.procs; "
+                       for group in self._group_paths(str(host)))
+        return ["sh", "-c", join + 'exec "$@"', "sh"]
 
-        The share is of the host: its processes run alike, so each gets its part.
-        """
-        share = self.hosts[host].core_share * self.hosts[host].num_processes
-        places = [self._cpu_group(host, share)]
-        if self.memory_bytes is not None:
-            places.append(self._memory_group(host))
-        script = "".join(f"echo $$ > {place}/cgroup.procs; " for place in dict.fromkeys(places)
-                         if place is not None)
-        return ["sh", "-c", script + 'exec "$@"', "sh"]
+    def _group_paths(self, suffix: str) -> list[Path]:
+        """Of the control groups of a host or process, without those that are not needed."""
+        kinds = ["cpu"] + ([] if self.memory_bytes is None else ["memory"])
+        parents = [CGROUPS / kind if (CGROUPS / kind).is_dir() else CGROUPS for kind in kinds]
+        return [parent / f"{self.name}-{suffix}" for parent in dict.fromkeys(parents)]
 
-    def _group(self, parent: Path, host: int) -> Path:
-        place = parent / self.namespace(host)
-        place.mkdir(exist_ok=True)
-        if place not in self._groups:
-            self._groups.append(place)
-        return place
-
-    def _cpu_group(self, host: int, share: float) -> Path:
-        quota = max(1000, int(share * PERIOD_US))
+    def _limit(self, suffix: str, share: float, memory_bytes: int | None) -> None:
+        """Make the control groups of a host or a process."""
+        quota = str(max(1000, int(share * PERIOD_US)))
         try:
-            if (CGROUPS / "cpu").is_dir():
-                place = self._group(CGROUPS / "cpu", host)
-                (place / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-                (place / "cpu.cfs_quota_us").write_text(str(quota))
-            else:
-                place = self._group(CGROUPS, host)
-                (place / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+            for group in self._group_paths(suffix):
+                group.mkdir(exist_ok=True)
+                if group not in self._groups:
+                    self._groups.append(group)
+                if group.parent == CGROUPS:
+                    (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+                    if memory_bytes is not None:
+                        (group / "memory.max").write_text(str(memory_bytes))
+                elif group.parent.name == "cpu":
+                    (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                    (group / "cpu.cfs_quota_us").write_text(quota)
+                else:
+                    (group / "memory.limit_in_bytes").write_text(str(memory_bytes))
         except OSError as error:
-            raise Unavailable(f"no control over processor time: {error}") from None
-        return place
-
-    def _memory_group(self, host: int) -> Path:
-        total = str((self.memory_bytes or 0) * self.hosts[host].num_processes)
-        try:
-            if (CGROUPS / "memory").is_dir():
-                place = self._group(CGROUPS / "memory", host)
-                (place / "memory.limit_in_bytes").write_text(total)
-            else:
-                place = self._group(CGROUPS, host)
-                (place / "memory.max").write_text(total)
-        except OSError as error:
-            raise Unavailable(f"no control over memory: {error}") from None
-        return place
+            raise Unavailable(f"no control over processor time or memory: {error}") from None
 
 
 def _free_port() -> int:
@@ -305,8 +332,26 @@ def _names(*command: str) -> list[str]:
     return [line.split()[0].split("@")[0] for line in listed.stdout.splitlines() if line.strip()]
 
 
+def _end_members(groups: Sequence[Path]) -> None:
+    """Kill every process of some control groups, and wait until they are gone."""
+    for _ in range(50):
+        members = []
+        for group in groups:
+            with contextlib.suppress(OSError):
+                members += (group / "cgroup.procs").read_text().split()
+        for member in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(member), signal.SIGKILL)
+        if not members:
+            return
+        time.sleep(0.02)
+
+
 def _take_down(name: str) -> None:
-    """Remove the links, namespaces and groups of an owner, whatever there is of them."""
+    """Remove the processes, links, namespaces and groups of an owner, whatever there is."""
+    groups = [group for parent in (CGROUPS, CGROUPS / "cpu", CGROUPS / "memory")
+              for group in parent.glob(f"{name}-*")]
+    _end_members(groups)
     for link in _names("-brief", "link"):
         if link.startswith(f"{name}."):
             subprocess.run(["ip", "link", "delete", link], capture_output=True, check=False)
@@ -314,10 +359,9 @@ def _take_down(name: str) -> None:
         if space.startswith(f"{name}-"):
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
     subprocess.run(["ip", "link", "delete", name], capture_output=True, check=False)
-    for parent in (CGROUPS, CGROUPS / "cpu", CGROUPS / "memory"):
-        for place in parent.glob(f"{name}-*"):
-            with contextlib.suppress(OSError):
-                place.rmdir()
+    for group in groups:
+        with contextlib.suppress(OSError):
+            group.rmdir()
 
 
 def sweep() -> list[str]:
@@ -330,3 +374,9 @@ def sweep() -> list[str]:
     for name in gone:
         _take_down(name)
     return gone
+
+
+if __name__ == "__main__":  # the janitor
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    _take_down(sys.argv[1])

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,13 +93,31 @@ else:
             raise RuntimeError
         assert not left_behind(bed.name)
 
-    def test_what_a_crash_leaves_is_swept_by_the_next() -> None:
+    def test_a_crash_leaves_nothing() -> None:
         crash = ("import os; from benchmarks.testbed import *\n"
                  "bed = TestBed(hosts=(Host(),)); bed.__enter__(); print(bed.name, flush=True)\n"
+                 "janitor = bed._janitor.pid if {spared} else os.kill(bed._janitor.pid, 9)\n"
                  "os._exit(9)")
-        done = subprocess.run([sys.executable, "-c", crash], capture_output=True, text=True,
-                              check=False, cwd=Path(__file__).parents[2], env=dict(os.environ))
-        name = done.stdout.strip()
-        assert done.returncode == 9 and left_behind(name)
-        assert name in testbed.sweep()
-        assert not left_behind(name)
+        for spared in (True, False):  # the janitor; without it, the next test bed
+            done = subprocess.run(
+                [sys.executable, "-c", crash.format(spared=spared)], capture_output=True,
+                text=True, check=False, cwd=Path(__file__).parents[2], env=dict(os.environ))
+            name = done.stdout.strip()
+            assert done.returncode == 9 and name.startswith(testbed.PREFIX)
+            if not spared:
+                assert left_behind(name) and name in testbed.sweep()
+            for _ in range(200):
+                if not left_behind(name):
+                    break
+                time.sleep(0.05)
+            assert not left_behind(name)
+
+    def test_every_process_of_torchrun_is_limited_alone() -> None:
+        hosts = (Host(core_share=0.5), Host(num_processes=2, core_share=0.25))
+        script = ("import os; print('GROUP', [x for x in open('/proc/self/cgroup') "
+                  "if 'mwbed' in x], os.environ['RANK'])")
+        with TestBed(hosts=hosts) as bed:
+            result = bed.torchrun(["-c", script], timeout_s=120)
+            assert result.ok, result.outputs
+            said = "".join(result.outputs)
+            assert all(f"/{bed.name}-{suffix}" in said for suffix in ("0.0", "1.0", "1.1"))

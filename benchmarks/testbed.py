@@ -12,8 +12,8 @@ and no more (CFS bandwidth control), whoever else is idle, so that a process tha
 make another faster, as it would not on a real cluster. Its memory can be capped: a process above it
 is killed.
 
-Needs root, `ip`, `tc` and `nsenter`; `TestBed` says what is missing. Names carry the id of the owner's
-process. A janitor waits for that process to end, however it ends, and takes down what it left; what
+Needs root, `ip`, `tc` and `nsenter`; `TestBed` says what is missing. Names carry the id of their
+owner. A janitor waits for that process to end, however it ends, and takes down what it left; what
 both leave, the next test bed takes down.
 """
 
@@ -203,16 +203,6 @@ class TestBed:
                                              "--master-port", port]), *arguments]
                     for index in range(len(self.hosts))]
         return self._run(commands, timeout_s, environment, cwd)
-
-    def torchrun_each(self, arguments: Sequence[Sequence[str]], *, timeout_s: float,
-                      environment: Mapping[str, str] | None = None, cwd: Path | None = None
-                      ) -> Result:
-        """A torchrun job of its own on every host, all at once."""
-        commands = [[*self._launcher(index, ["--nnodes", "1", "--master-addr", "127.0.0.1",
-                                             "--master-port", str(_free_port())]), *mine]
-                    for index, mine in enumerate(arguments)]
-        return self._run(commands, timeout_s, (environment or {}) | {"GLOO_SOCKET_IFNAME": "lo"},
-                         cwd)
 
     def _launcher(self, index: int, places: list[str]) -> list[str]:
         """torchrun of one host, up to the arguments of Python."""

@@ -28,7 +28,9 @@ from benchmarks.hand_tuned.score import score
 from benchmarks.hand_tuned.table import print_scenario
 from benchmarks.hand_tuned.worker import Job, measure
 from executor.data import make_source
+from executor.deferred import Deferred
 from executor.losses import cross_entropy
+from executor.models import build_deferred
 from planner.layout import Layout
 from planner.models import resolve
 from profiler.documents import dump, parse, write_atomically
@@ -65,7 +67,9 @@ def compete_here(model: str, topology: str, links: str | None, folder: Path,
     rank = dist.get_rank()
     layouts = _of_first_rank(field)
     graph = resolve(model)
-    source = make_source(graph, plan.request.seq_len, None, None, None)
+    built = build_deferred(graph, 0)
+    plain = built.model if isinstance(built, Deferred) else built
+    source = make_source(graph, plan.request.seq_len, None, None, getattr(plain, "config", None))
     batch = source.batch(0, plan.request.global_batch)
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / "measured.json"

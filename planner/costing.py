@@ -201,7 +201,8 @@ class Coster:
             norm_bytes_per_s=min(self.stream_bytes_per_s(g)[1] for g in kinds),
             overlap_slowdown=min(2.0, max(d.overlap_slowdown for d in devices)),
             tp=spans["tp"], shard=spans["dp_shard"], replicate=spans["dp_replicate"],
-            gathers_beside=self.stack.overlaps_parameter_gather)
+            gathers_beside=self.stack.overlaps_parameter_gather,
+            staging_s_per_byte=min(self.staging_s_per_byte(g) for g in kinds))
         return self._interned.setdefault((kinds, group, communicators), RankContext(
             device_groups=kinds,
             group=group,
@@ -261,6 +262,13 @@ class Coster:
         count = update.num_parameters
         return (count * update_bytes(self.request) / update.update_s,
                 count * norm_bytes(self.request) / update.norm_s)
+
+    def staging_s_per_byte(self, group: int) -> float:
+        """Seconds per byte of gradients copied into a message, where it was measured."""
+        update = self.measured[group].update(self.request)
+        if not self.stack.copies_messages or update is None or update.staging_s is None:
+            return 0.0
+        return update.staging_s / (update.num_parameters * self.request.bytes.stored_bytes)
 
     def layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
               ) -> LayerCost:

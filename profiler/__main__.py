@@ -140,7 +140,7 @@ def _device(output: str, quiet: bool, **fields: Any) -> None:
               "of two; two or more.")
 @click.option("--most-seconds", "most_s", type=click.FloatRange(min=0.05), default=2.0,
               show_default=True, help="For one size of one collective.")
-@click.option("--repeats", type=click.IntRange(min=5), default=40, show_default=True,
+@click.option("--repeats", type=click.IntRange(min=5), default=100, show_default=True,
               help="Of one size, at most.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[cuda where there is one]")
 @click.option("--no-progress", "--quiet", "-q", "quiet", is_flag=True, help="No progress bar.")

@@ -4,10 +4,12 @@ Each fit is of one collective over groups of one shape: `group_size` members on 
 `groups_at_once` groups on each host running it at the same time. Its bytes are those of the whole
 tensor: what a rank has after an all-gather or before a reduce-scatter, all-reduce or all-to-all.
 
-    seconds(bytes) = latency_s + bytes * s_per_byte       fitted to the low percentile of repeats
+    seconds(bytes) = latency_s + bytes * s_per_byte
 
-Small messages of gloo take one of two times, so that a mean says little: the low percentile is
-what is fitted, and the median is kept beside it. Between measured sizes the points are followed.
+Small messages of gloo take one of two times, so that a mean says little: of them the low percentile
+of the repeats is taken. From 1 MiB on it is the median: two ranks that both send and receive
+get a turn each in some repeats and both at once in others, and a step meets both. Both figures are
+kept of every size. Between measured sizes the points are followed.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
+from statistics import median
 from typing import Annotated, ClassVar, Literal
 
-import numpy as np
 from annotated_types import Ge, Gt, Le, Len, MaxLen
 from pydantic import ConfigDict
 
@@ -35,6 +37,10 @@ Seconds = Annotated[float, Gt(0), Le(1e6)]
 Count = Annotated[int, Ge(1), Le(2**20)]
 
 
+LARGE_BYTES = 2**20
+"""From here on a message is long: its median counts, and the bandwidth is fitted to it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPoint:
     """One size: the low percentile of its repeats, and their median."""
@@ -45,6 +51,11 @@ class LinkPoint:
     low_s: Seconds
     median_s: Seconds
     num_repeats: Annotated[int, Ge(1)]
+
+    @property
+    def seconds(self) -> float:
+        """What is expected of this size: see above."""
+        return self.median_s if self.num_bytes >= LARGE_BYTES else self.low_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +93,13 @@ class LinkFit:
         """Between measured sizes linear in bytes; below as the smallest; above on by the line."""
         first, last = self.points[0], self.points[-1]
         if num_bytes <= first.num_bytes:
-            return first.low_s
+            return first.seconds
         if num_bytes >= last.num_bytes:
-            return last.low_s + (num_bytes - last.num_bytes) * self.s_per_byte
+            return last.seconds + (num_bytes - last.num_bytes) * self.s_per_byte
         right = bisect_right(self.points, num_bytes, key=lambda point: point.num_bytes)
         low, high = self.points[right - 1], self.points[right]
         weight = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
-        return low.low_s * (1 - weight) + high.low_s * weight
+        return low.seconds * (1 - weight) + high.seconds * weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,21 +127,18 @@ class Links:
 
 
 def fit_line(points: Sequence[LinkPoint]) -> tuple[float, float, float]:
-    """(latency_s, s_per_byte, error) of the line with the least squares of relative errors.
+    """(latency_s, s_per_byte, error) of a robust line.
 
-    Small messages say what the latency is and large ones what the bandwidth: relative errors weigh
-    them alike. Neither is let below zero.
+    Bandwidth: the median of the slopes between any two long messages (Theil, 1950; Sen, 1968), or
+    between any two at all if fewer than two are long. Latency: the median of what the line leaves
+    of short ones. Neither is let below zero.
     """
-    sizes = np.array([point.num_bytes for point in points], dtype=float)
-    seconds = np.array([point.low_s for point in points])
-    matrix = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
-    latency, slope = np.linalg.lstsq(matrix, np.ones_like(sizes), rcond=None)[0]
-    if slope < 0:
-        latency, slope = float(np.median(seconds)), 0.0
-    if latency < 0:
-        ratio = sizes / seconds  # through the origin: minimise the sum of (slope * ratio - 1)^2
-        latency, slope = 0.0, float(ratio.sum() / (ratio**2).sum())
-    large = sizes >= 2**20
-    chosen = large if large.any() else np.ones_like(large)
-    error = np.abs((latency + slope * sizes) / seconds - 1)[chosen].max()
-    return float(latency), float(slope), float(error)
+    long = [point for point in points if point.num_bytes >= LARGE_BYTES]
+    slopes = [(b.seconds - a.seconds) / (b.num_bytes - a.num_bytes)
+              for a, b in combinations(long if len(long) > 1 else points, 2)]
+    slope = max(0.0, median(slopes))
+    short = [point for point in points if point.num_bytes < LARGE_BYTES] or points
+    latency = max(0.0, median(point.seconds - slope * point.num_bytes for point in short))
+    error = max(abs((latency + slope * point.num_bytes) / point.seconds - 1)
+                for point in long or points)
+    return latency, slope, error

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,15 @@ import torch
 import torch.distributed as dist
 
 from profiler.hardware import LoadWatch, context_bytes, hardware_name, pick_device, today, versions
-from profiler.links import COLLECTIVES, Collective, LinkFit, LinkPoint, Links, fit_line
+from profiler.links import (
+    COLLECTIVES,
+    LARGE_BYTES,
+    Collective,
+    LinkFit,
+    LinkPoint,
+    Links,
+    fit_line,
+)
 from profiler.timing import Clock
 
 __all__ = ["GroupShape", "LinkOptions", "measure_links", "shapes_of"]
@@ -29,6 +37,10 @@ __all__ = ["GroupShape", "LinkOptions", "measure_links", "shapes_of"]
 SMALLEST_BYTES = 1024
 LOW_PERCENTILE = 10
 WARM_UP = 2
+JUMP = 1.3
+"""How much more than its share by bytes a message takes where something changes, such as the way
+its buffers are allocated."""
+REFINEMENTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +51,7 @@ class LinkOptions:
     most_bytes: int = 64 * 2**20
     sizes: tuple[int, ...] = ()
     most_s: float = 2.0
-    repeats: int = 40
+    repeats: int = 100
     device: str | None = None
     collectives: tuple[Collective, ...] = COLLECTIVES
 
@@ -93,6 +105,13 @@ def _sizes(most_bytes: int) -> list[int]:
         sizes.append(size)
         size *= 2 if size >= 2**20 else 4
     return sizes
+
+
+def jumps(points: Sequence[LinkPoint]) -> list[int]:
+    """Sizes midway between two long messages of which the larger takes more than its share."""
+    return [(a.num_bytes + b.num_bytes) // 2 // 4096 * 4096 for a, b in pairwise(points)
+            if a.num_bytes >= LARGE_BYTES and b.num_bytes - a.num_bytes >= LARGE_BYTES
+            and b.seconds / a.seconds > JUMP * b.num_bytes / a.num_bytes]
 
 
 def measure_links(options: LinkOptions, advance: Callable[[str], None] = lambda text: None
@@ -152,24 +171,42 @@ class _Bench:
                 dist.destroy_process_group(group)
 
     def points(self, collective: Collective) -> list[LinkPoint]:
-        """The low percentile at every size: of each repeat the slowest rank counts."""
-        points = []
-        for num_bytes in self.options.sizes or _sizes(self.options.most_bytes):
-            seconds = self._repeats(collective, num_bytes)
-            points.append(LinkPoint(
-                num_bytes=num_bytes, low_s=float(np.percentile(seconds, LOW_PERCENTILE)),
-                median_s=statistics.median(seconds), num_repeats=len(seconds)))
+        """Every size, and more of them where the seconds jump: of each repeat the slowest rank
+        counts."""
+        points = self._turns(collective, self.options.sizes or _sizes(self.options.most_bytes))
+        for _ in range(REFINEMENTS):
+            between = jumps(points)
+            if not between:
+                break
+            points = sorted([*points, *self._turns(collective, between)],
+                            key=lambda point: point.num_bytes)
         return points
 
-    def _repeats(self, collective: Collective, num_bytes: int) -> list[float]:
-        run = self._runner(collective, num_bytes) if self.group is not None else None
+    def _turns(self, collective: Collective, sizes: Sequence[int]) -> list[LinkPoint]:
+        """Sizes take turns, so that what slows the machine for a while slows all of them."""
+        runs = [self._runner(collective, num_bytes) if self.group is not None else None
+                for num_bytes in sizes]
+        counts = [self._count(run) for run in runs]
+        seconds: list[list[float]] = [[] for _ in sizes]
+        for turn in range(max(counts)):
+            for run, count, found in zip(runs, counts, seconds, strict=True):
+                # A size of few repeats takes its turns spread over all of them.
+                if (turn + 1) * count // max(counts) > len(found):
+                    found.append(self._once(run))
+        points = []
+        for num_bytes, found in zip(sizes, seconds, strict=True):
+            slowest = self._slowest(found)
+            points.append(LinkPoint(
+                num_bytes=num_bytes, low_s=float(np.percentile(slowest, LOW_PERCENTILE)),
+                median_s=statistics.median(slowest), num_repeats=len(slowest)))
+        return points
+
+    def _count(self, run: Callable[[], Any] | None) -> int:
+        """How often a size is repeated, the same on every rank."""
         for _ in range(WARM_UP):
             self._once(run)
-        begin = time.perf_counter()
-        self._once(run)
-        estimate = self._slowest([time.perf_counter() - begin])[0]
-        count = max(5, min(self.options.repeats, int(self.options.most_s / max(estimate, 1e-6))))
-        return self._slowest([self._once(run) for _ in range(count)])
+        estimate = self._slowest([self._once(run)])[0]
+        return max(5, min(self.options.repeats, int(self.options.most_s / max(estimate, 1e-6))))
 
     def _once(self, run: Callable[[], Any] | None) -> float:
         """Seconds of one collective, all ranks having met before."""

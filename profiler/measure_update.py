@@ -1,9 +1,11 @@
-"""Seconds of the optimizer step and of the gradient norm, over a model's own parameters."""
+"""Seconds of the optimizer step, of the gradient norm and of copying gradients together, over a
+model's own parameters."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -37,15 +39,15 @@ def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, o
     """Measure over as many of the model's parameters as fit; float32 or bfloat16 ones."""
     dtype, fused = DTYPES[stored_dtype], device.type == "cuda"
     most = available_bytes // BYTES_PER_PARAMETER
-    shapes: list[tuple[int, ...]] = []
+    of_layer: dict[int, list[nn.Parameter]] = {}
     count = 0
-    for _, parameter in graph.iter_parameters():
+    for layer, parameter in graph.iter_parameters():
         numel = prod(parameter.shape)
-        if parameter.trainable and (not shapes or count + numel <= most):
-            shapes.append(parameter.shape)
+        if parameter.trainable and (not count or count + numel <= most):
+            of_layer.setdefault(layer, []).append(
+                nn.Parameter(torch.full(parameter.shape, 0.5, dtype=dtype, device=device)))
             count += numel
-    parameters = [nn.Parameter(torch.full(shape, 0.5, dtype=dtype, device=device))
-                  for shape in shapes]
+    parameters = [parameter for layer in of_layer.values() for parameter in layer]
     made = make_optimizer(optimizer, parameters, fused=fused)
     clock = Clock(device, timer)
 
@@ -59,10 +61,14 @@ def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, o
         torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
         del grads
         moments.append(clock.mark())
+        for layer in of_layer.values():
+            torch.cat([p.grad.view(-1) for p in layer if p.grad is not None])
+        moments.append(clock.mark())
         made.step()
         made.zero_grad(set_to_none=True)
         moments.append(clock.mark())
-        return {"norm": clock.between(*moments[:2]), "update": clock.between(*moments[1:])}
+        return {name: clock.between(*pair) for name, pair in zip(
+            ("norm", "staging", "update"), pairwise(moments), strict=True)}
 
     samples, _ = repeat_until_settled(once, ("update",), budget, agree)
     for parameter in parameters:
@@ -72,4 +78,5 @@ def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, o
     return UpdateSeconds(
         optimizer=optimizer, fused=fused, stored_dtype=stored_dtype, num_parameters=count,
         update_s=samples.median("update"), norm_s=samples.median("norm"),
+        staging_s=samples.median("staging"),
         temporary_bytes=max(0, meter.peak_bytes), spread=spread(samples.parts["update"]))

@@ -181,6 +181,7 @@ def _with_updates(profile: Profile, graph: LayerGraph, device: torch.device,
                 continue
             available = available_bytes(device, team.per_host) // 2
             found = update_seconds(graph, device, dtype, optimizer, available, budget, team.agree)
-            update_s, norm_s = team.mean((found.update_s, found.norm_s))
-            updates.append(replace(found, update_s=update_s, norm_s=norm_s))
+            update_s, norm_s, staging_s = team.mean(
+                (found.update_s, found.norm_s, found.staging_s or 0.0))
+            updates.append(replace(found, update_s=update_s, norm_s=norm_s, staging_s=staging_s))
     return replace(profile, updates=tuple(updates))

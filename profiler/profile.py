@@ -90,6 +90,8 @@ class UpdateSeconds:
     """The optimizer step and the gradient norm with clipping over `num_parameters` parameters.
 
     temporary_bytes: what the step allocates beyond parameters, gradients and states.
+    staging_s: copying every layer's gradients into one new buffer, as FSDP2 does before it reduces
+        them; None: not measured.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -102,6 +104,7 @@ class UpdateSeconds:
     norm_s: Annotated[float, Gt(0), Le(1e6)]
     temporary_bytes: Bytes
     spread: Annotated[float, Ge(0), Le(1e6)]
+    staging_s: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,8 +81,10 @@ class Budget:
     """When to stop repeating.
 
     error: wanted standard error of the median, as a share of it. most_s: seconds for one case.
+    warm_up: repeats that are not counted.
     """
 
+    warm_up: int = 2
     least: int = 5
     most: int = 60
     error: float = 0.01
@@ -127,14 +129,14 @@ def median_error(values: Sequence[float]) -> float:
 
 
 def repeat_until_settled(once: Callable[[], dict[str, float]], judged: Sequence[str],
-                         budget: Budget, agree: Callable[[bool], bool] = bool,
-                         warm_up: int = 2) -> tuple[Samples, bool]:
+                         budget: Budget, agree: Callable[[bool], bool] = bool
+                         ) -> tuple[Samples, bool]:
     """Repeat a measurement until the median of its judged parts is known well enough.
 
     agree: whether all processes that measure at once want to stop; they stay in step.
     """
     samples = Samples()
-    for _ in range(warm_up):
+    for _ in range(budget.warm_up):
         once()
     begin = time.perf_counter()
     while True:

@@ -41,7 +41,8 @@ class Group:
 
     update_bytes_per_s, norm_bytes_per_s: of the optimizer step, and of the gradient norm. tp,
         shard, replicate: the spans of the axes. gathers_beside: kept parameters are gathered beside
-        the first micro-batch.
+        the first micro-batch. staging_s_per_byte: of a copy into a new buffer; 0 where it was not
+        measured: on a GPU such copies run beside compute, at the bandwidth of its memory.
     """
 
     update_bytes_per_s: float
@@ -51,6 +52,7 @@ class Group:
     shard: Span
     replicate: Span
     gathers_beside: bool = True
+    staging_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,9 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
 
     Reduction: a reduce-scatter over the sharding axis, then an all-reduce of the shard over the
     replicas (HSDP). Optimizer and norm: `update_bytes` and `norm_bytes` of each local parameter.
+    Staging, as FSDP2 does (`torch.distributed.fsdp`, `_fsdp_collectives`): a shard is copied into a
+    message, and the gathered message into the parameters; gradients are copied into a message
+    before a reduction, and pure replicas copy it once more.
 
     Args:
         tensor_parallel_copies: trainable parameters held whole by each tensor-parallel rank, whose
@@ -140,8 +145,15 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
     replicas_s = all_reduce_seconds(trainable / shard * size.reduce_bytes, group.replicate)
     copies_s = all_reduce_seconds(tensor_parallel_copies * size.reduce_bytes, group.tp)
     local = trainable / shard
+    staged = group.staging_s_per_byte * size.reduce_bytes * trainable
+    if shard > 1:
+        scatter_s += staged
+    elif group.replicate.size > 1:
+        replicas_s += 2 * staged
+    whole = (trainable + frozen) * size.compute_bytes
+    unpacked_s = group.staging_s_per_byte * whole * (1 + 1 / shard) if shard > 1 else 0.0
     return ParameterCost(
-        gather_s=all_gather_seconds((trainable + frozen) * size.compute_bytes, group.shard),
+        gather_s=all_gather_seconds(whole, group.shard) + unpacked_s,
         reduce_s=replicas_s + copies_s + (0.0 if each_micro_batch else scatter_s),
         reduce_each_s=scatter_s if each_micro_batch else 0.0,
         optimizer_s=local * update_bytes(request) / group.update_bytes_per_s,

@@ -48,6 +48,8 @@ class Stack:
     gradient_bytes: of accumulated and reduced gradients; None: as the precision says.
     overlaps_gradient_reduction: the last one runs beside the last backward; None: as the
         capabilities of the target say.
+    copies_messages: parameters and gradients are copied into and out of the messages of data
+        parallelism (FSDP2), rather than kept where they are sent from.
     overlaps_parameter_gather: of kept parameters (ZeRO-1/2), beside the first micro-batch.
     """
 
@@ -68,6 +70,7 @@ class Stack:
     gradient_bytes: Annotated[int, Ge(2), Le(4)] | None = None
     overlaps_gradient_reduction: bool | None = None
     overlaps_parameter_gather: bool = True
+    copies_messages: bool = False
     kernels: Name | None = None
     sources: dict[Name, Text]
 

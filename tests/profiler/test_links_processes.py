@@ -34,9 +34,10 @@ def test_links_between_two_processes(tmp_path: Path) -> None:
     assert (links.backend, links.processes_per_host, links.num_hosts) == ("gloo", 2, 1)
     for fit in links.fits:
         assert [point.num_bytes for point in fit.points] == [4096, 262144, 1048576]
+        assert (links.overlap_slowdown or 0.0) >= 1.0
         assert all(point.low_s <= point.median_s for point in fit.points)
     placed = with_links(resolve("local:2"), links)
-    assert placed.hosts[0].device.overlap_slowdown == links.overlap_slowdown
+    assert placed.hosts[0].device.overlap_slowdown == 2.0  # FSDP2 waits for gloo
     span = Placement(placed, 2).span(2)
     assert span.fits is not None
     assert span.fits.source("all_reduce", 300_000) == "measured"

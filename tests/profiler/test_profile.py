@@ -10,7 +10,7 @@ from profiler.documents import dump, parse, to_data
 from profiler.errors import InvalidInput
 from profiler.layer_graph import Extent, Layer, LayerGraph, LayerKind, Op
 from profiler.links import LinkFit, LinkPoint, Links, fit_line
-from profiler.measure_links import GroupShape, shapes_of
+from profiler.measure_links import GroupShape, jumps, shapes_of
 from profiler.profile import LayerSeconds, Profile
 from profiler.timing import Budget, Samples, median_error, repeat_until_settled, spread
 
@@ -74,6 +74,28 @@ def test_a_line_has_neither_negative_latency_nor_negative_bandwidth() -> None:
     assert (latency, slope) == (2e-3, 0)
 
 
+def test_one_strange_size_does_not_turn_the_line() -> None:
+    sizes = [2**k for k in range(10, 26, 1)]
+    true = {size: 3e-4 + size * 2e-9 for size in sizes}
+    latency, slope, error = fit_line(points(*((s, t * (4 if s == 2**22 else 1))
+                                              for s, t in true.items())))
+    assert latency == pytest.approx(3e-4)
+    assert slope == pytest.approx(2e-9)
+    assert error == pytest.approx(0.75, abs=0.01)
+
+
+def test_short_messages_count_by_their_low_percentile_and_long_ones_by_their_median() -> None:
+    made = [LinkPoint(num_bytes=size, low_s=1.0, median_s=2.0, num_repeats=5)
+            for size in (2**20 - 1, 2**20)]
+    assert [point.seconds for point in made] == [1.0, 2.0]
+
+
+def test_sizes_are_added_where_the_seconds_jump() -> None:
+    made = points((2**20, 1.0), (2**21, 2.0), (2**22, 6.0), (2**23, 12.0))
+    assert jumps(made) == [3 * 2**20]
+    assert jumps(points((2**10, 1.0), (2**12, 99.0))) == []  # short ones are latency
+
+
 def test_seconds_follow_the_points_and_then_the_line() -> None:
     fit = LinkFit(collective="all_reduce", group_size=2, latency_s=1e-4, s_per_byte=1e-9, error=0.0,
                   points=points((1024, 2e-4), (2048, 4e-4)))
@@ -115,11 +137,11 @@ def test_members_lie_a_stride_apart() -> None:
 
 
 def test_repeats_go_on_until_the_median_is_known() -> None:
-    steady, settled = repeat_until_settled(lambda: {"a": 1.0}, ("a",), Budget(), warm_up=0)
+    steady, settled = repeat_until_settled(lambda: {"a": 1.0}, ("a",), Budget(warm_up=0))
     assert (len(steady.parts["a"]), settled) == (5, True)
     values = iter(range(1, 1000))
     loose, settled = repeat_until_settled(lambda: {"a": float(next(values))}, ("a",),
-                                          Budget(most=12), warm_up=0)
+                                          Budget(warm_up=0, most=12))
     assert (len(loose.parts["a"]), settled) == (12, False)
 
 

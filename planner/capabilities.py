@@ -20,7 +20,8 @@ __all__ = ["Capabilities", "PrecisionName", "RecomputeMode", "ScheduleName", "lo
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
 RecomputeMode = Literal["none", "selective", "full"]
-PrecisionName = Literal["bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16", "fp32"]
+PrecisionName = Literal["bf16-mixed", "fp16-mixed", "fp8-mixed", "fp8-rowwise-mixed", "bf16",
+                        "fp32"]
 
 _FILES = {"executor": Path(__file__).parent.parent / "executor" / "capabilities.json",
           "any": Path(__file__).parent / "targets" / "any.json"}

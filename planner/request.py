@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Le, MaxLen
 from pydantic import ConfigDict
 
+from planner.capabilities import PrecisionName
 from planner.stacks import default_stack, load_stack
 from profiler.documents import STRICT
 from profiler.errors import UnknownName
@@ -45,6 +46,7 @@ class Precision:
 # FSDP2's MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32) keeps fp32 parameters, gradients
 # and moments (16 bytes a parameter) and gathers bf16 copies: with the copy, Megatron's 18 bytes.
 # fp8-mixed is bf16-mixed with the matmuls of the blocks in float8: their operands are cast first.
+# fp8-rowwise-mixed has a scale for each row of an operand instead of one for all of it.
 PRECISIONS = {
     "bf16-mixed": Precision(dtype="bfloat16", stored_bytes=4, compute_bytes=2, gradient_bytes=4,
                             reduce_bytes=4, state_bytes=4),
@@ -52,6 +54,8 @@ PRECISIONS = {
                             reduce_bytes=4, state_bytes=4),
     "fp8-mixed": Precision(dtype="float8", stored_bytes=4, compute_bytes=2, gradient_bytes=4,
                            reduce_bytes=4, state_bytes=4),
+    "fp8-rowwise-mixed": Precision(dtype="float8_rowwise", stored_bytes=4, compute_bytes=2,
+                                   gradient_bytes=4, reduce_bytes=4, state_bytes=4),
     "bf16": Precision(dtype="bfloat16", stored_bytes=2, compute_bytes=2, gradient_bytes=2,
                       reduce_bytes=2, state_bytes=2),
     "fp32": Precision(dtype="float32", stored_bytes=4, compute_bytes=4, gradient_bytes=4,
@@ -88,7 +92,7 @@ class Request:
 
     global_batch: Count
     seq_len: Count
-    precision: Literal["bf16-mixed", "fp16-mixed", "fp8-mixed", "bf16", "fp32"] = "bf16-mixed"
+    precision: PrecisionName = "bf16-mixed"
     optimizer: Literal["adamw", "lion", "sgd-momentum", "sgd"] = "adamw"
     fused_optimizer: bool = True
     memory_margin: Annotated[float, Ge(0), Le(0.9)] = 0.08

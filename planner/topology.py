@@ -40,6 +40,9 @@ Bandwidth = Annotated[float, Gt(0), Le(1e15)]
 class Link:
     """One link, per direction.
 
+    `latency_s`: of one step of a collective, or of one send.
+    `start_s`: what a collective takes besides, however small it is: its kernel is launched, and its
+    channels fill and drain.
     `efficiency`: the share of the nominal bandwidth that collectives reach.
     `aggregate_bytes_per_s`: where the links of one host meet in a common bus (PCIe), the most
     that all of them carry together, not scaled by `efficiency`; None for a non-blocking switch.
@@ -49,6 +52,7 @@ class Link:
 
     bandwidth_bytes_per_s: Bandwidth
     latency_s: Annotated[float, Ge(0), Le(10)]
+    start_s: Annotated[float, Ge(0), Le(10)] = 0.0
     efficiency: Annotated[float, Gt(0), Le(1)] = 1.0
     aggregate_bytes_per_s: Bandwidth | None = None
     source: Annotated[str, MaxLen(2000)] = ""

@@ -72,6 +72,7 @@ class Span:
     device_bytes_per_s: one device's link after efficiency and its share of a common bus; inf if no
         host holds two members of a group.
     card_bytes_per_s: one group's share of a host's cards, after efficiency; inf inside one host.
+    start_s: what every collective of the group takes besides its steps.
     levels: of the network, from the hosts up.
     fits: measured collectives of such groups.
     """
@@ -86,6 +87,7 @@ class Span:
     device_latency_s: float
     card_bytes_per_s: float
     card_latency_s: float
+    start_s: float = 0.0
     levels: tuple[LevelSpan, ...] = ()
     fits: GroupFits | None = None
 
@@ -123,6 +125,7 @@ class _Hosts(NamedTuple):
 
     device_bytes_per_s: Floats
     device_latency_s: Floats
+    start_s: Floats
     bus_bytes_per_s: Floats
     cards_bytes_per_s: Floats
     reach_bytes_per_s: Floats
@@ -233,6 +236,7 @@ class Placement:
             device_latency_s=device_latency_s,
             card_bytes_per_s=float(share.min(initial=inf)),
             card_latency_s=float(self._hosts.card_latency_s[hosts].max(initial=0.0)),
+            start_s=float(self._hosts.start_s[runs.place[here]].max()) if size > 1 else 0.0,
             levels=self._levels(table, chosen) if len(hosts) else (),
             fits=self._fits(size, runs, here),
         )
@@ -362,6 +366,7 @@ def _host_figures(topology: Topology) -> _Hosts:
         rows.append((
             group.device_link.effective_bytes_per_s,
             group.device_link.latency_s,
+            group.device_link.start_s,
             group.device_link.aggregate_bytes_per_s or inf,
             min(card * group.cards_per_host, group.network_card.aggregate_bytes_per_s or inf),
             card * max(1.0, group.cards_per_host / group.devices_per_host),

@@ -108,7 +108,9 @@ class Device:
     sources: dict[Name, Annotated[str, MaxLen(2000)]]
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s of a dtype; raises UnknownName where the file has none."""
+        """Peak FLOP/s of a dtype, however it is scaled; raises UnknownName where the file has
+        none."""
+        dtype = dtype.removesuffix("_rowwise")
         if dtype not in self.peak_flops_per_s:
             raise UnknownName(f"dtype of device {self.name}", dtype, self.peak_flops_per_s)
         return self.peak_flops_per_s[dtype]

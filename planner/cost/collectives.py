@@ -2,7 +2,8 @@
 
 Symbols: S = bytes of the whole tensor, n = ranks in the group, h = hosts under it, k = its members
 in a host; W_d, a_d = bandwidth and latency between devices of a host; W_n, a_n = what one group has
-between hosts (its share of cards and uplinks) and the latency there.
+between hosts (its share of cards and uplinks) and the latency there. To each, start_s of the links
+is added once: what a collective takes however small it is.
 
     all-gather, reduce-scatter:
         ring          S (n-1)/n / min(W_d, W_n) + (n-h) a_d + h a_n
@@ -49,9 +50,8 @@ def _seconds(collective: Collective, num_bytes: float, span: Span,
              analytic: Callable[[float, Span], float]) -> float:
     if span.size == 1 or num_bytes <= 0:
         return 0.0
-    if span.fits is None:
-        return analytic(num_bytes, span)
-    return span.fits.or_analytic(collective, num_bytes, analytic(num_bytes, span))
+    seconds = analytic(num_bytes, span) + span.start_s
+    return seconds if span.fits is None else span.fits.or_analytic(collective, num_bytes, seconds)
 
 
 def _ring(num_bytes: float, span: Span) -> float:

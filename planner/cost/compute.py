@@ -19,7 +19,8 @@ from planner.division import kv_copies, kv_parameters
 from profiler.device import Device
 from profiler.layer_graph import Extent, LayerKind, Op, Split
 
-__all__ = ["ComputeTimes", "Shard", "Source", "layer_compute", "op_seconds", "split_degree"]
+__all__ = ["ComputeTimes", "FusedOp", "Shard", "Source", "layer_compute", "op_seconds",
+           "split_degree"]
 
 
 Source = Literal["measured", "extrapolated", "analytic"]
@@ -67,6 +68,35 @@ class ComputeTimes:
         return self.host_selective_s if mode == "selective" else self.host_forward_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedOp(Op):
+    """An op of a stack whose kernel takes only some shapes; for the others `otherwise` runs.
+
+    multiple: of samples x heads of a rank. longest: sequence.
+    """
+
+    heads: int
+    multiple: int
+    longest: int
+    otherwise: Op
+
+    def on(self, shard: Shard) -> Op:
+        """What runs on a rank's shard."""
+        batches = -(-self.heads // shard.tp) * shard.micro_batch
+        return self if (batches % self.multiple == 0 and shard.seq_len <= self.longest) else (
+            self.otherwise)
+
+
+FLOAT8 = {"float8": (6, 0, 1.0), "float8_rowwise": (5, 5, 0.8)}
+"""(bytes an element to cast an operand for its first matmul, for its second, rate of the matmul).
+
+One scale for a tensor: read for its largest value, read again, written in one byte, and once more
+transposed for the other matmul that it is in. One for each row: the rows of the second matmul are
+the columns of the first, so that it is cast again. The matmul is CUTLASS's instead of cuBLAS's:
+pytorch/torchtitan commit 7a04053 states 5,760 tokens/s of an 8B model on 8 H100 in bfloat16, 7,186
+with a scale for each tensor and 6,412 for each row; of the 17 us a token between the last two the
+second casts are 8, and the rest is a quarter of the time of the matmuls."""
+
 _DIVIDED: frozenset[Split] = frozenset({"column", "row", "heads", "feature", "vocabulary"})
 
 
@@ -81,7 +111,7 @@ def op_seconds(op: Op, shard: Shard, device: Device, copies: int = 1) -> tuple[f
     """(forward, backward) seconds of one op on one rank's shard; `copies` ranks do each part."""
     degree = split_degree(op.split, shard.tp, shard.sequence_parallel)
     degree = max(1, degree // copies)
-    if shard.dtype == "float8":
+    if shard.dtype in FLOAT8:
         if _runs_in_float8(op):
             return _float8_seconds(op, shard, device, degree)
         shard = replace(shard, dtype="bfloat16")
@@ -102,19 +132,22 @@ def _runs_in_float8(op: Op) -> bool:
 
 
 def _float8_seconds(op: Op, shard: Shard, device: Device, degree: int) -> tuple[float, float]:
-    """Each operand is cast first: read for its largest value, read again, written in one byte, and
-    once more transposed for backward: 6 bytes an element."""
+    """Each operand is cast first (`FLOAT8`): forward input and weight, backward the gradient, for
+    its own two matmuls, and what their second matmul needs of input and weight."""
     if op.matmul is None:
         raise ValueError(f"{op.name}: a matmul without a shape")  # our own bug
     b, s = shard.micro_batch, shard.seq_len
     rows, columns, inner = (e.at(b, s) for e in (op.matmul.rows, op.matmul.columns,
                                                  op.matmul.inner))
-    rate, _ = _arithmetic(op, shard, device, degree)
+    first, second, share = FLOAT8[shard.dtype]
+    rate = _arithmetic(op, shard, device, degree)[0] * share
     inputs = (rows * inner / (degree if op.split == "row" else 1) + inner * columns / degree)
     outputs = rows * columns / (degree if op.split == "column" else 1)
     launch = device.kernel_launch_s
-    return (op.flops.at(b, s) / degree / rate + _memory_seconds(6 * inputs, device) + 3 * launch,
-            op.backward_flops.at(b, s) / degree / rate + _memory_seconds(6 * outputs, device)
+    again = second * inputs + (first + second) * outputs
+    return (op.flops.at(b, s) / degree / rate + _memory_seconds(first * inputs, device)
+            + 3 * launch,
+            op.backward_flops.at(b, s) / degree / rate + _memory_seconds(again, device)
             + 3 * launch)
 
 
@@ -145,7 +178,7 @@ def _arithmetic(op: Op, shard: Shard, device: Device, degree: int) -> tuple[floa
         volume = float(shape.rows.at(b, s) * shape.columns.at(b, s) * shape.inner.at(b, s)
                        * shape.batch.at(b, s)) / degree
         efficiency = device.matmul_efficiency
-        if shard.dtype == "float8" and device.float8_efficiency is not None:
+        if shard.dtype in FLOAT8 and device.float8_efficiency is not None:
             efficiency = device.float8_efficiency
         return (peak * efficiency.at(max(volume, 1) ** (1 / 3))
                 * _alignment(op, shard, device, degree)), 1.0
@@ -163,7 +196,7 @@ def _alignment(op: Op, shard: Shard, device: Device, degree: int) -> float:
         columns = -(-columns // degree)
     elif op.split == "row":
         inner = -(-inner // degree)
-    width = 1 if shard.dtype == "float8" else shard.compute_bytes
+    width = 1 if shard.dtype in FLOAT8 else shard.compute_bytes
     if columns * width % 128 == inner * width % 128 == 0:
         return 1.0
     return (device.partly_aligned if columns * width % 16 == inner * width % 16 == 0
@@ -179,8 +212,10 @@ def layer_compute(kind: LayerKind, shard: Shard, device: Device) -> ComputeTimes
     forward = backward = selective = 0.0
     copies = kv_copies(kind, shard.tp)
     of_keys = {name.rpartition(".")[0] for name in kv_parameters(kind)}
-    launched = launched_backward = launched_again = 0
-    for op in kind.ops:
+    launched, launched_backward = _collectives(kind, shard)
+    launched_again = 0
+    for each in kind.ops:
+        op = each.on(shard) if isinstance(each, FusedOp) else each
         repeated = copies if op.name.removesuffix(".matmul") in of_keys else 1
         op_forward, op_backward = op_seconds(op, shard, device, repeated)
         forward += op_forward
@@ -195,6 +230,15 @@ def layer_compute(kind: LayerKind, shard: Shard, device: Device) -> ComputeTimes
                         recompute_full_s=forward,  # it runs the forward again
                         host_forward_s=launched * host, host_backward_s=launched_backward * host,
                         host_selective_s=launched_again * host)
+
+
+def _collectives(kind: LayerKind, shard: Shard) -> tuple[int, int]:
+    """Kernels that the layer's tensor-parallel collectives add forward and backward: they take
+    their time on the links (`planner/cost/layer.py`), but the host launches them too."""
+    if shard.tp == 1 or kind.tensor_parallel is None:
+        return 0, 0
+    entries, exits = len(kind.tensor_parallel.entries), len(kind.tensor_parallel.exits)
+    return (entries + exits,) * 2 if shard.sequence_parallel else (exits, entries)
 
 
 def _kept_by_selective(op: Op) -> bool:

@@ -5,7 +5,8 @@ keys, A = heads * s * s. Elements are read or written once each unless named oth
 
     attention, not fused   scores and context as batched matmuls, the whole square; between them
                            a softmax kernel of 2A forward and 3A backward (or eager: scale, mask,
-                           cast and softmax apart), dropout of 2A and a mask. Keeps 5 bytes for
+                           cast and softmax apart, as the fused one does with shapes that its
+                           kernel does not take), dropout of 2A and a mask. Keeps 5 bytes for
                            each of A, 2 without dropout (Korthikanti et al. 2022, section 4.1)
     normalization          2X forward; 3X backward and 3X to add the residual's gradient; keeps its
                            input and output instead of a float32 copy
@@ -13,13 +14,14 @@ keys, A = heads * s * s. Elements are read or written once each unless named oth
     activation             gated 3F forward and 5F backward, else 2F and 3F; keeps one result
     residual               one kernel of 3X for dropout and addition together, 2X where there is
                            no dropout and the normalization adds
-    loss                   logits read and written once, forward and backward, in the compute dtype
+    loss, fused            logits read and written once, forward and backward, in the compute dtype
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.cost.compute import FusedOp
 from planner.stacks.record import Stack
 from profiler.layer_graph import (
     NOTHING,
@@ -33,12 +35,16 @@ from profiler.layer_graph import (
 
 __all__ = ["lower"]
 
+FUSED_BATCHES, FUSED_LENGTH = 4, 2048
+"""What the fused softmax of Megatron-LM takes: samples x heads of a rank in multiples of 4, up to
+2,048 keys (megatron/model/fused_softmax.py, is_kernel_available, until 2022)."""
+
 
 def lower(graph: LayerGraph, stack: Stack) -> LayerGraph:
     """The graph as the stack runs it, without what was measured of other kernels; the same object
     where the stack changes nothing."""
     if (stack.attention == "fused" and stack.selective == "matmul-outputs" and not stack.fused
-            and not stack.gathers_saved_inputs and not stack.loss_kernels
+            and not stack.gathers_saved_inputs and stack.loss == "eager"
             and not stack.whole_logits):
         return graph
     return replace(graph, profiles=(),
@@ -63,10 +69,9 @@ def _kind(kind: LayerKind, stack: Stack) -> LayerKind:
         kind = _loss(kind)
     if stack.whole_logits and any(op.kind == "loss" for op in kind.ops):
         kind = _whole_logits(kind)
-    if stack.loss_kernels:
-        kind = replace(kind, ops=tuple(
-            replace(op, kernels=op.kernels + stack.loss_kernels) if op.kind == "loss" else op
-            for op in kind.ops))
+    if stack.loss == "vocabulary-parallel" and "loss" not in stack.fused:
+        kind = replace(kind, ops=tuple(_vocabulary_parallel_loss(op, kind) if op.kind == "loss"
+                                       else op for op in kind.ops))
     if stack.gathers_saved_inputs:
         kind = replace(kind, saved=tuple(
             replace(group, split="sequence") if group.split == "gathered" and not group.is_input
@@ -177,6 +182,19 @@ def _square(heads: int, factor: int) -> Extent:
     return Extent(per_sample=(0, 0, factor * heads))
 
 
+def _softmax(heads: int, eager: bool) -> Op:
+    """In steps: cast, scale 2A, mask 2A, softmax and cast back in float32 (6 + 8 + 6 bytes). The
+    fused kernel takes multiples of FUSED_BATCHES and sequences of FUSED_LENGTH at most."""
+    steps = Op(name="softmax", kind="attention", split="heads", kernels=5, backward_kernels=5,
+               elements_moved=_square(heads, 4), bytes_moved=_square(heads, 20),
+               backward_elements_moved=_square(heads, 4), backward_bytes_moved=_square(heads, 24))
+    if eager:
+        return steps
+    return FusedOp(name="softmax", kind="attention", split="heads",
+                   elements_moved=_square(heads, 2), backward_elements_moved=_square(heads, 3),
+                   heads=heads, multiple=FUSED_BATCHES, longest=FUSED_LENGTH, otherwise=steps)
+
+
 def _attention(kind: LayerKind, eager: bool) -> LayerKind:
     before, op, after = _split_at_attention(kind)
     shape = op.attention
@@ -197,13 +215,7 @@ def _attention(kind: LayerKind, eager: bool) -> LayerKind:
                   backward_kernels=2,
                   matmul=MatmulShape(rows=length, columns=columns, inner=depth, batch=batch))
 
-    # Eager: scale 2A, mask 2A, cast, softmax and cast back in float32 (6 + 8 + 6 bytes).
-    softmax = Op(name="softmax", kind="attention", split="heads",
-                 kernels=5 if eager else 1, backward_kernels=5 if eager else 1,
-                 elements_moved=_square(a, 4 if eager else 2),
-                 bytes_moved=_square(a, 20 if eager else 0),
-                 backward_elements_moved=_square(a, 4 if eager else 3),
-                 backward_bytes_moved=_square(a, 24 if eager else 0))
+    softmax = _softmax(a, eager)
     drop = Op(name="dropout", kind="attention", split="heads",
               elements_moved=_square(a, 2), bytes_moved=_square(a, 1),
               backward_elements_moved=_square(a, 2), backward_bytes_moved=_square(a, 1))
@@ -252,6 +264,24 @@ def _whole_logits(kind: LayerKind) -> LayerKind:
                         and op.kind != "matmul" else op for op in kind.ops),
         saved=whole(kind.saved), forward_working_set=whole(kind.forward_working_set),
         backward_working_set=whole(kind.backward_working_set))
+
+
+def _vocabulary_parallel_loss(op: Op, kind: LayerKind) -> Op:
+    """Megatron-LM's (megatron/mpu/cross_entropy.py), on logits in float32, in place.
+
+    Bytes a logit forward: maximum 4, difference 8, exponential 8, sum 4, quotient 8; backward: the
+    product with the incoming gradient 8. Kernels forward: 5 for those; 12 small ones for the mask
+    of targets (3), the shifted targets (2 and 1), the logit of the target (index, gather, copy, 1)
+    and the logarithm and difference (2); 3 all-reduces where the vocabulary is divided; the masked
+    average over tokens (4), over micro-batches and replicas (4), and the scale of the loss (1);
+    before it the batch: sent and cast (3), tokens and labels (2), masks and positions (6).
+    Backward: 7 of the loss itself, 5 of averages and scale."""
+    if kind.tensor_parallel is None:
+        return op
+    v = kind.tensor_parallel.divides.get("vocabulary", 0)
+    return replace(op, kernels=40, backward_kernels=12,
+                   bytes_moved=Extent(per_sample=(0, 32 * v, 0)),
+                   backward_bytes_moved=Extent(per_sample=(0, 8 * v, 0)))
 
 
 def _loss(kind: LayerKind) -> LayerKind:

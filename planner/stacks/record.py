@@ -43,8 +43,8 @@ class Stack:
     whole_logits: each tensor-parallel rank gathers the logits and computes the whole loss.
     scatters_sends: without sequence parallelism, each tensor-parallel rank sends its part of an
         activation to the next stage, where it is gathered (Narayanan et al. 2021, section 4.1).
-    loss_kernels: launched for each micro-batch beside those of the layers: its masks and positions,
-        a loss of many small steps, its average and scale.
+    loss: step by step as traced (`eager`), or Megatron-LM's over a divided vocabulary, in place, of
+        many small kernels (`vocabulary-parallel`); `fused` may name it instead.
     gradient_bytes: of accumulated and reduced gradients; None: as the precision says.
     overlaps_gradient_reduction: the last one runs beside the last backward; None: as the
         capabilities of the target say.
@@ -66,7 +66,7 @@ class Stack:
     gathers_saved_inputs: bool = False
     whole_logits: bool = False
     scatters_sends: bool = False
-    loss_kernels: Annotated[int, Ge(0), Le(1000)] = 0
+    loss: Literal["eager", "vocabulary-parallel"] = "eager"
     gradient_bytes: Annotated[int, Ge(2), Le(4)] | None = None
     overlaps_gradient_reduction: bool | None = None
     overlaps_parameter_gather: bool = True

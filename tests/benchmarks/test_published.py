@@ -82,6 +82,19 @@ def test_what_is_inferred_is_said(changes: dict[str, str], inference: str) -> No
     assert inference in make_case(cells(**changes)).inferences
 
 
+def test_precisions_of_float8() -> None:
+    for text, precision in (("float8 rowwise", "fp8-rowwise-mixed"), ("fp8", "fp8-mixed")):
+        assert make_case(cells(precision=text)).layouts[0].request.precision == precision
+
+
+def test_an_inferred_recompute_that_cannot_be_is_not_taken() -> None:
+    stated, inferred = (make_case(cells(source_id=source, recompute="full"))
+                        for source in ("vtrain_multi", "vtrain_single"))
+    assert stated.layouts[0].stages[0].runs[-1].choice.recompute == "full"
+    assert inferred.layouts[0].stages[0].runs[-1].choice.recompute == "none"
+    assert any("313 TFLOP/s" in text for text in inferred.inferences)
+
+
 @pytest.mark.parametrize(("changes", "reason"), [
     ({"n_experts": "8"}, "a mixture of experts"), ({"gpu": "TPU v4"}, "no device file"),
     ({"hidden": "nan"}, "hidden is not given"), ({"hidden": "-4"}, "not a positive number"),

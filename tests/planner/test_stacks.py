@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cost.compute import ComputeTimes, Shard, layer_compute, op_seconds
+from planner.cost.compute import ComputeTimes, FusedOp, Shard, layer_compute, op_seconds
 from planner.cost.layer import working_seconds
 from planner.costing import Coster
 from planner.layout import Choice
@@ -128,6 +128,49 @@ def test_float8_matmuls_are_faster_and_pay_their_casts() -> None:
     attention = next(op for op in LLAMA.kinds["LlamaDecoderLayer"].ops if op.attention)
     assert op_seconds(attention, replace(shard, dtype="float8"), device) == op_seconds(
         attention, shard, device)
+
+
+def test_a_scale_for_each_row_costs_second_casts_and_a_slower_matmul() -> None:
+    """Twice 5 bytes an element instead of once 6, and 0.8 of the rate (`FLOAT8`)."""
+    device = replace(load_device("h100-sxm-80g"), kernel_launch_s=0.0)
+    work = next(op for op in LLAMA.kinds["LlamaDecoderLayer"].ops if "o_proj" in op.name)
+    tensor, row = (op_seconds(work, Shard(micro_batch=4, seq_len=4096, dtype=dtype), device)
+                   for dtype in ("float8", "float8_rowwise"))
+    elements = 4 * 4096 * 4096 + 4096 * 4096
+    cast = [n * elements / device.memory_bandwidth_bytes_per_s
+            / device.memory_efficiency.at(n * elements) for n in (5, 6)]
+    assert row[0] - cast[0] == pytest.approx((tensor[0] - cast[1]) / 0.8)
+    assert row[1] > tensor[1]
+    request = Request(global_batch=8, seq_len=S, precision="fp8-rowwise-mixed")
+    assert device.peak(request.bytes.dtype) == device.peak("float8")
+
+
+@pytest.mark.parametrize(("tp", "micro_batch", "seq_len", "steps"), [
+    (8, 1, 2048, 1), (24, 2, 2048, 1), (48, 1, 2048, 5), (48, 2, 2048, 1), (8, 1, 4096, 5)])
+def test_the_fused_softmax_takes_some_shapes(tp: int, micro_batch: int, seq_len: int,
+                                             steps: int) -> None:
+    """96 heads: 12 a rank, 4 times 2 samples, 2, 2 times 2; sequences of 2,048 at most."""
+    softmax = next(op for op in block("megatron-lm-2021").ops if op.name == "softmax")
+    assert isinstance(softmax, FusedOp)
+    assert softmax.on(Shard(micro_batch=micro_batch, seq_len=seq_len, tp=tp)).kernels == steps
+
+
+def test_the_host_launches_collectives() -> None:
+    device = replace(load_device("a100-80g"), host_kernel_s=1.0)
+    kind = block("megatron-lm-2021")
+    alone, group, without = (layer_compute(kind, Shard(
+        micro_batch=1, seq_len=S, tp=tp, sequence_parallel=sp), device).host_forward_s
+        for tp, sp in ((1, True), (8, True), (8, False)))
+    assert (group - alone, without - alone) == (4.0, 2.0)
+
+
+def test_a_loss_over_a_divided_vocabulary() -> None:
+    """32 bytes a logit forward and 8 backward beside the cast."""
+    loss = next(op for op in lower(GPT, load_stack("megatron-lm-2021")).kinds["Linear"].ops
+                if op.kind == "loss")
+    v = 51200 if loss.bytes_moved.at(1, 1) % 51200 == 0 else 50257
+    assert loss.bytes_moved.at(1, 1) == 32 * v
+    assert loss.backward_bytes_moved.at(1, 1) == 8 * v
 
 
 def test_gradients_of_a_stack() -> None:

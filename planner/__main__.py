@@ -23,7 +23,7 @@ def main() -> NoReturn:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?"
-    gc.set_threshold(50_000, 20, 20)  # a search makes many records, and none in cycles
+    gc.set_threshold(200_000, 20, 20)  # a search makes many records, and none in cycles
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # to start more takes a tenth of a second
     # pydantic would look for plugins in the metadata of every installed distribution.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -36,6 +36,7 @@ def main() -> NoReturn:
         print(interrupts.NOTHING_YET, file=sys.stderr)
         status = interrupts.STATUS
     interrupts.finish()
+    gc.freeze()  # the process ends: to look for cycles once more takes a tenth of a second
     sys.exit(status)
 
 

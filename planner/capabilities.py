@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import ConfigDict
-
-from profiler.documents import STRICT, load
+from profiler.documents import STRICT, load_shipped
 from profiler.errors import UnknownName
 
 __all__ = ["Capabilities", "PrecisionName", "RecomputeMode", "ScheduleName", "load_capabilities"]
@@ -47,7 +45,7 @@ class Capabilities:
         recompute; otherwise only in one micro-batch, not recomputed.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     target: str
     schedules: tuple[ScheduleName, ...]
@@ -74,4 +72,4 @@ def load_capabilities(target: str) -> Capabilities:
     """The capabilities of a target by name."""
     if target not in _FILES:
         raise UnknownName("target", target, _FILES)
-    return load(Capabilities, _FILES[target])
+    return load_shipped(Capabilities, _FILES[target])

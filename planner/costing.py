@@ -134,7 +134,9 @@ class Coster:
         self._placements: dict[tuple[tuple[int, ...], int], Placement] = {}
         self._compute: dict[tuple[str, Shard, int], ComputeTimes] = {}
         self._layers: dict[object, LayerCost] = {}
-        self.option_cache: dict[object, Any] = {}  # of planner/problem.py, as the next
+        self._shards: dict[tuple[int, int, bool], Shard] = {}
+        self.choice_cache: dict[object, list[Choice]] = {}  # of planner/problem.py, as the next
+        self.option_cache: dict[object, Any] = {}
         self.receive_cache: dict[object, tuple[float, float]] = {}
         self.mesh_cache: dict[tuple[int, int, int, int], list[Mesh]] = {}  # of planner/space.py
         self._interned: dict[object, RankContext] = {}
@@ -225,11 +227,15 @@ class Coster:
 
     def shard(self, micro_batch: int, tp: int, choice: Choice) -> Shard:
         """The share of a layer that one rank computes."""
-        degree = tp if choice.tensor_parallel else 1
-        size = self.request.bytes
-        return Shard(micro_batch=micro_batch, seq_len=self.seq_len, tp=degree, dtype=size.dtype,
-                     sequence_parallel=self.sequence_parallel(tp),
-                     compute_bytes=size.compute_bytes)
+        key = (micro_batch, tp, choice.tensor_parallel)
+        shard = self._shards.get(key)
+        if shard is None:
+            size = self.request.bytes
+            shard = self._shards[key] = Shard(
+                micro_batch=micro_batch, seq_len=self.seq_len, dtype=size.dtype,
+                tp=tp if choice.tensor_parallel else 1, compute_bytes=size.compute_bytes,
+                sequence_parallel=self.sequence_parallel(tp))
+        return shard
 
     def compute(self, kind: str, shard: Shard, device_groups: Iterable[int]) -> ComputeTimes:
         """Compute seconds on the slowest of some devices."""

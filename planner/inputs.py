@@ -12,7 +12,7 @@ from planner import models
 from planner.layout import Layout, Reference
 from planner.link_fits import with_links
 from planner.request import Request
-from profiler.documents import digest, load, parse
+from profiler.documents import digest, load, make
 from profiler.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def make_request(graph: LayerGraph, fields: Mapping[str, Any]) -> Request:
                for name in fields if name not in known]
     if unknown:
         raise InvalidInput(unknown)
-    request = parse(Request, fields, "request")
+    request = make(Request, fields, "request")
     _check_has_sequence(graph, request.seq_len)
     return request
 

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Le, Len, MaxLen
-from pydantic import ConfigDict
-
 from planner.capabilities import RecomputeMode, ScheduleName
 from planner.request import Request
 from profiler.documents import STRICT
+from profiler.limits import Ge, Le, Len, MaxLen
 
 __all__ = ["AXES", "Alternative", "Choice", "Layout", "LayerRun", "Mesh", "Prediction", "Proof",
            "Reference", "Schedule", "Stage", "StagePrediction", "Terms"]
@@ -37,7 +35,7 @@ class Mesh:
         listed).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     pp: Degree = 1
     dp_replicate: Degree = 1
@@ -82,7 +80,7 @@ class Schedule:
         step; `each_micro_batch` reduces after every one and keeps only the shard.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     name: ScheduleName = "1f1b"
     chunks: Annotated[int, Ge(1), Le(1024)] = 1
@@ -98,7 +96,7 @@ class Choice:
     tensor_parallel: divided over the tensor-parallel group, or held whole by each of its ranks.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     recompute: RecomputeMode = "none"
     reshard: bool = True
@@ -109,7 +107,7 @@ class Choice:
 class LayerRun:
     """`num_layers` neighbouring layers from `first_layer` on with one choice."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     first_layer: Annotated[int, Ge(0)]
     num_layers: Annotated[int, Ge(1)]
@@ -120,7 +118,7 @@ class LayerRun:
 class Stage:
     """One pipeline stage: its layers in order. Stage k of p*v runs on pipeline rank k mod p."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     runs: Annotated[tuple[LayerRun, ...], Len(1, 20_000)]
 
@@ -142,7 +140,7 @@ class Stage:
 class Reference:
     """Which document a layout is about: what finds it again, and the digest of its content."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     name: Name
     digest: Name | None = None
@@ -156,7 +154,7 @@ class StagePrediction:
     tail_s: named seconds after the last backward. memory_bytes: named bytes at the peak.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     pipeline_rank: int
     device: Name
@@ -183,7 +181,7 @@ class Prediction:
     measured_share: of step_s, what rests on measured seconds at measured sizes.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     step_s: float
     step_terms_s: Terms
@@ -200,7 +198,7 @@ class Prediction:
 class Alternative:
     """A runner-up: its mesh in words, how much slower, and the term that grew most."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     description: Name
     step_s: float
@@ -218,7 +216,7 @@ class Proof:
         program's integers, the meaning of gap 0.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     status: Literal["OPTIMAL", "FEASIBLE", "MANUAL"]
     bound_s: float
@@ -235,7 +233,7 @@ class Proof:
 class Layout:
     """The whole answer."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     meshwright: Literal["Layout"] = "Layout"
     version: Literal[1] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from profiler.documents import read_data
+from profiler.documents import read_shipped
 from profiler.models import MODELS, is_hugging_face, names, resolve
 
 __all__ = ["CatalogueEntry", "catalogue", "is_hugging_face", "names", "resolve"]
@@ -30,7 +30,7 @@ def catalogue() -> list[CatalogueEntry]:
 
 
 def _entry(name: str) -> CatalogueEntry:
-    data = read_data(MODELS / f"{name}.json")
+    data = read_shipped(MODELS / f"{name}.json")
     sizes = {kind: {p["name"]: prod(p["shape"]) for p in costs.get("parameters", ())}
              for kind, costs in data["kinds"].items()}
     kinds = [layer["kind"] for layer in data["layers"]]

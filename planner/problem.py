@@ -15,7 +15,7 @@ from planner.cost.layer import LayerCost
 from planner.cost.pipeline import first_moment, in_flight
 from planner.costing import Candidate, Coster, CutCost, RankContext, TieCost
 from planner.division import divisible, tie_divides
-from planner.layout import Choice
+from planner.layout import Choice, Mesh
 
 __all__ = ["Option", "StageProblem", "choices_for", "least_receive", "make_problem"]
 
@@ -136,7 +136,15 @@ class StageProblem:
 
 def choices_for(coster: Coster, run: Run, candidate: Candidate) -> list[Choice]:
     """Every choice that is legal for the layers of a run, in a fixed order."""
-    capabilities, request, mesh = coster.capabilities, coster.request, candidate.mesh
+    mesh = candidate.mesh
+    key = (run.first, mesh.tp, mesh.dp_shard > 1)
+    if key not in coster.choice_cache:
+        coster.choice_cache[key] = _choices(coster, run, mesh)
+    return coster.choice_cache[key]
+
+
+def _choices(coster: Coster, run: Run, mesh: Mesh) -> list[Choice]:
+    capabilities, request = coster.capabilities, coster.request
     kind = coster.graph.kinds[run.kind]
     recompute = [mode for mode in capabilities.recompute
                  if request.recompute in (None, mode)]
@@ -184,8 +192,8 @@ def _undominated(options: Sequence[Option], window_times: int | None) -> tuple[O
         window_times: that m; 0 among stages; None where nothing hides.
     """
     kept: list[tuple[tuple[float, ...], Option]] = []
-    for option in sorted(options, key=lambda o: _vector(o, window_times)):
-        vector = _vector(option, window_times)
+    vectors = [(_vector(option, window_times), option) for option in options]
+    for vector, option in sorted(vectors, key=lambda pair: pair[0]):
         if not any(all(a <= b for a, b in zip(other, vector, strict=True)) for other, _ in kept):
             kept.append((vector, option))
     return tuple(option for _, option in kept)

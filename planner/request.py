@@ -6,13 +6,11 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Le, MaxLen
-from pydantic import ConfigDict
-
 from planner.capabilities import PrecisionName
 from planner.stacks import default_stack, load_stack
 from profiler.documents import STRICT
 from profiler.errors import UnknownName
+from profiler.limits import Ge, Le, MaxLen
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Precision", "Request"]
 
@@ -88,7 +86,7 @@ class Request:
     The degrees, where given, are demanded of every layout considered.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     global_batch: Count
     seq_len: Count

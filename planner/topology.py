@@ -14,11 +14,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
-from annotated_types import Ge, Gt, Le, Len, MaxLen
-from pydantic import ConfigDict
 
 from profiler.device import Device
 from profiler.documents import STRICT
+from profiler.limits import Ge, Gt, Le, Len, MaxLen
 from profiler.links import Links
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Link:
     that all of them carry together, not scaled by `efficiency`; None for a non-blocking switch.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     bandwidth_bytes_per_s: Bandwidth
     latency_s: Annotated[float, Ge(0), Le(10)]
@@ -70,7 +69,7 @@ class HostGroup:
     network_card, cards_per_host: what joins a host to the network; its devices share the cards.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     count: Annotated[int, Ge(1), Le(MAX_DEVICES)]
     devices_per_host: Annotated[int, Ge(1), Le(1024)]
@@ -91,7 +90,7 @@ class NetworkLevel:
     uplink_bytes_per_s: what one group has to the level above, per direction; None if non-blocking.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     name: Name
     hosts_per_group: Annotated[int, Ge(1), Le(MAX_DEVICES)]
@@ -106,7 +105,7 @@ class Topology:
     links: collectives measured on it, which are taken before the figures of the links.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     meshwright: Literal["Topology"] = "Topology"
     version: Literal[1] = 1

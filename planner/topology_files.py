@@ -32,13 +32,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, Gt, Le, MaxLen
-from pydantic import ConfigDict
-
 from planner.topology import MAX_DEVICES, HostGroup, Link, NetworkLevel, Topology
 from profiler.device import Device, load_device
-from profiler.documents import STRICT, parse, read_data
+from profiler.documents import STRICT, make, parse, read_data, read_shipped
 from profiler.errors import InvalidInput, UnknownName
+from profiler.limits import Ge, Gt, Le, MaxLen
 
 __all__ = ["MAX_TOPOLOGY_BYTES", "PRESETS", "describe", "names", "resolve"]
 
@@ -63,7 +61,7 @@ GROUP_KEYS = {"preset", "nodes", "gpus_per_node", "device", "intra_node", "inter
 class NodeGroup:
     """Equal nodes in the compact form, after presets and device names were filled in."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     nodes: Annotated[int, Ge(1), Le(MAX_DEVICES)] = 1
     gpus_per_node: Annotated[int, Ge(1), Le(1024)]
@@ -89,7 +87,7 @@ class NodeGroup:
 class Cluster:
     """What the compact form says about the whole."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     name: Annotated[str, MaxLen(200)] = ""
     description: Annotated[str, MaxLen(2000)] = ""
@@ -170,7 +168,7 @@ def _preset(name: str) -> dict[str, Any]:
         known = (*names(), "local")
         near = [preset for preset in known if name.lower() in preset]
         raise UnknownName("topology", name[:80], near or known, HINT)
-    data: dict[str, Any] = read_data(PRESETS / f"{name}.json")
+    data: dict[str, Any] = read_shipped(PRESETS / f"{name}.json")
     return data
 
 
@@ -208,7 +206,7 @@ def _from_compact(data: dict[str, Any], where: str, default_name: str) -> Topolo
     places = [f"{where}: hosts.{i}" if len(groups) > 1 else where for i in range(len(groups))]
     groups = [_inherit(group, place) for group, place in zip(groups, places, strict=True)]
     inherited = groups[0].get("network", []) if len(groups) == 1 else []
-    cluster = parse(Cluster, {"network": inherited} | data, where)
+    cluster = make(Cluster, {"network": inherited} | data, where)
     hosts = [_node_group(group, place).host_group()
              for group, place in zip(groups, places, strict=True)]
     return _topology(cluster.name or default_name, hosts, cluster.network, where)
@@ -239,7 +237,7 @@ def _node_group(data: dict[str, Any], where: str) -> NodeGroup:
         data["device"] = load_device(device)
     elif isinstance(device, dict):
         data["device"] = parse(Device, device, f"{where}: device")
-    group = parse(NodeGroup, data, where)
+    group = make(NodeGroup, data, where)
     if group.nodes > 1 and group.inter_node is None:
         raise InvalidInput(f"{where}: inter_node: missing; {group.nodes} nodes need the link that "
                            "joins them")
@@ -253,4 +251,4 @@ def _topology(name: str, hosts: list[HostGroup], network: tuple[NetworkLevel, ..
     if alone:
         raise InvalidInput(f"{where}: hosts.{alone[0]}: inter_node: missing; several hosts need "
                            "the link that joins them")
-    return parse(Topology, {"name": name, "hosts": hosts, "network": network}, where)
+    return make(Topology, {"name": name, "hosts": hosts, "network": network}, where)

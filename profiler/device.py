@@ -13,11 +13,9 @@ from math import log
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Len, MaxLen
-from pydantic import ConfigDict
-
-from profiler.documents import STRICT, load
+from profiler.documents import STRICT, load_shipped
 from profiler.errors import UnknownName
+from profiler.limits import Ge, Gt, Le, Len, MaxLen
 
 __all__ = ["Curve", "Device", "device_names", "device_of_cuda", "load_device"]
 
@@ -41,7 +39,7 @@ EXACT = ("NVIDIA L4", "NVIDIA A10", "NVIDIA A40")  # these begin the names of ot
 class Curve:
     """A fraction of the peak against the size of the work, linear in log(size), flat outside."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     size: Annotated[tuple[Positive, ...], Len(1, 64)]
     fraction: Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], Len(1, 64)]
@@ -84,7 +82,7 @@ class Device:
     overlap_slowdown: factor on compute time while a collective runs beside it (>= 1).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     meshwright: Literal["Device"] = "Device"
     version: Literal[1] = 1
@@ -128,7 +126,7 @@ def load_device(name: str) -> Device:
     if name not in known:
         near = [device for device in known if name.lower() in device]  # "h100": both of them
         raise UnknownName("device", name[:80], near or known)
-    return load(Device, DEVICES / f"{name}.json")
+    return load_shipped(Device, DEVICES / f"{name}.json")
 
 
 def device_of_cuda(name: str) -> str | None:

@@ -2,7 +2,9 @@
 
 A record is a frozen dataclass with `__pydantic_config__ = STRICT`; `parse` turns untrusted text
 into one, `dump` turns it back into canonical bytes (sorted keys, no NaN), so that equal records are
-equal bytes. Nothing here evaluates or unpickles anything.
+equal bytes. Nothing here evaluates or unpickles anything from outside. pydantic is only imported
+where `profiler/records.py` is not enough: to validate whole documents of a user, and to say what is
+wrong.
 """
 
 from __future__ import annotations
@@ -12,27 +14,26 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import from_json
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from profiler.errors import InvalidInput
+from profiler.records import build, plain
 
 if TYPE_CHECKING:
     import yaml
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-__all__ = ["MAX_BYTES", "STRICT", "adapter", "digest", "dump", "load", "parse", "read_data",
-           "schema", "to_data", "write_atomically"]
+__all__ = ["MAX_BYTES", "STRICT", "adapter", "digest", "dump", "load", "load_shipped", "make",
+           "parse", "read_data", "read_shipped", "schema", "to_data", "write_atomically"]
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null")
+STRICT: ConfigDict = {"extra": "forbid", "allow_inf_nan": False, "ser_json_inf_nan": "null"}
 
 MAX_BYTES = 32 * 2**20
 """Largest document read. The largest honest one (a profile of a 126-layer model) is below 2 MiB."""
 
 MAX_DEPTH = 64
-"""Deepest nesting read from YAML, whose parser takes minutes over a few thousand levels. The
-deepest honest document has about ten."""
+"""Deepest nesting read from YAML, whose parser takes minutes over a few thousand levels, and from
+JSON without pydantic_core's own limit. The deepest honest document has about ten."""
 
 MAX_PROBLEMS = 12
 """How many violations one message lists before it says how many more there are."""
@@ -47,6 +48,8 @@ def adapter(record: Any) -> TypeAdapter[Any]:
 
 @functools.cache
 def _adapter(record: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
     return TypeAdapter(record)
 
 
@@ -80,10 +83,17 @@ def read_data(path: str | Path) -> Any:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        from_json(text, allow_inf_nan=False)  # bounds the nesting, which json does not
-        return json.loads(text, object_pairs_hook=_unique)
+        if text.count("[") + text.count("{") > MAX_DEPTH:
+            from pydantic_core import from_json
+
+            from_json(text, allow_inf_nan=False)  # bounds the nesting, which json does not
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except ValueError as error:
         raise InvalidInput(f"{where}: malformed JSON: {error}") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,6 +163,8 @@ def _check_keys(node: yaml.Node) -> None:
 
 def parse(record: type[Record], data: Any, where: str) -> Record:
     """Validate plain data into a record; every violation is listed in the error."""
+    from pydantic import ValidationError
+
     try:
         parsed: Record = adapter(record).validate_python(data)
     except ValidationError as error:
@@ -185,9 +197,30 @@ def load(record: type[Record], path: str | Path) -> Record:
     return parse(record, read_data(path), str(path))
 
 
+def make(record: type[Record], data: Any, where: str) -> Record:
+    """As `parse`, but pydantic is only asked about what is not exactly of the record's types.
+
+    For what ships with the packages, and for the few words that a user gives with them.
+    """
+    try:
+        return build(record, data)
+    except ValueError:
+        return parse(record, data, where)
+
+
+def read_shipped(path: Path) -> Any:
+    """The plain data of a JSON file of the packages."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def load_shipped(record: type[Record], path: Path) -> Record:
+    """The record of a JSON file of the packages."""
+    return make(record, read_shipped(path), str(path))
+
+
 def to_data(record: Any) -> Any:
     """The plain JSON-able form of a record, without the fields that hold their defaults."""
-    data = adapter(type(record)).dump_python(record, mode="json", exclude_defaults=True)
+    data = plain(record)
     if hasattr(record, "meshwright"):  # a document says what it is, default or not
         data = {"meshwright": record.meshwright, "version": record.version} | data
     return data

@@ -23,10 +23,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Len, MaxLen
-from pydantic import ConfigDict
-
 from profiler.documents import STRICT
+from profiler.limits import Ge, Len, MaxLen
 from profiler.profile import Profile
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ Name = Annotated[str, MaxLen(400)]
 class Extent:
     """A count: `f0 + f1*s + f2*s^2 + b*(p0 + p1*s + p2*s^2)`."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     fixed: Polynomial = (0, 0, 0)
     per_sample: Polynomial = (0, 0, 0)
@@ -77,7 +75,7 @@ class MatmulShape:
     groups: the rows are spread evenly over this many weight matrices (the experts of a mixture).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     rows: Extent
     columns: Extent
@@ -90,7 +88,7 @@ class MatmulShape:
 class AttentionShape:
     """Fused scaled-dot-product attention of one sample: lengths are per sample."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     heads: Annotated[int, Ge(1)]
     kv_heads: Annotated[int, Ge(1)]
@@ -111,7 +109,7 @@ class Op:
     (matmuls, attention and convolutions are kept).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     name: Name
     kind: OpKind
@@ -133,7 +131,7 @@ class Op:
 class Parameter:
     """One parameter; `split` and `split_dim` say how tensor parallelism would divide it."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     name: Name
     shape: tuple[Annotated[int, Ge(0)], ...]
@@ -155,7 +153,7 @@ class TensorGroup:
         repeats.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     name: Name
     elements: Extent
@@ -185,7 +183,7 @@ class TensorParallel:
     `kv_parameters` make keys and values alone: a degree above `kv_heads` holds them repeatedly.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     divides: dict[Name, Annotated[int, Ge(1)]]
     entries: tuple[Extent, ...] = ()
@@ -208,7 +206,7 @@ class LayerKind:
     batch_statistics: it normalizes by statistics of the whole batch (batch normalization).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     parameters: tuple[Parameter, ...] = ()
     buffer_bytes: Annotated[int, Ge(0)] = 0
@@ -230,7 +228,7 @@ class LayerKind:
 class Layer:
     """One layer of the model, in a topological order. `name` is its fully qualified name."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     name: Name
     kind: Name
@@ -240,7 +238,7 @@ class Layer:
 class Edge:
     """A tensor made by layer `source` and read by layer `target` (indices into `layers`)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     source: Annotated[int, Ge(0)]
     target: Annotated[int, Ge(0)]
@@ -254,7 +252,7 @@ class Edge:
 class Tie:
     """One parameter shared by several layers: (layer index, parameter name) of each place."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     places: Annotated[tuple[tuple[Annotated[int, Ge(0)], Name], ...], Len(2, 64)]
 
@@ -263,7 +261,7 @@ class Tie:
 class ModelSource:
     """What rebuilds the module: a Hugging Face class and config, or a Python function."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     hugging_face_class: Name | None = None
     hugging_face_config: dict[str, Any] | None = None
@@ -278,7 +276,7 @@ class LayerGraph:
     profiles: what was measured of them, one for each device, dtype and load.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     meshwright: Literal["LayerGraph"] = "LayerGraph"
     version: Literal[1] = VERSION

@@ -21,10 +21,9 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Len, MaxLen
-from pydantic import ConfigDict
 
 from profiler.documents import STRICT
+from profiler.limits import Ge, Gt, Le, Len, MaxLen
 
 __all__ = ["COLLECTIVES", "Collective", "LinkFit", "LinkPoint", "Links", "fit_line"]
 
@@ -45,7 +44,7 @@ LARGE_BYTES = 2**20
 class LinkPoint:
     """One size: the low percentile of its repeats, and their median."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     num_bytes: Annotated[int, Ge(1), Le(2**50)]
     low_s: Seconds
@@ -65,7 +64,7 @@ class LinkFit:
     error: the largest relative error of the line at a measured size of 1 MiB or more.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     collective: Collective
     group_size: Annotated[int, Ge(2), Le(2**20)]
@@ -110,7 +109,7 @@ class Links:
     communicator_bytes: what one more process group takes on each rank.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     meshwright: Literal["Links"] = "Links"
     version: Literal[1] = 1

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiler.documents import load, parse, read_data
+from profiler.documents import load_shipped, parse, read_data
 from profiler.errors import InvalidInput, UnknownName
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def resolve(model: str | Path, *, name: str | None = None) -> LayerGraph:
     """
     text = str(model).strip()
     if (known := _catalogue_name(text)) is not None:
-        return _load(MODELS / f"{known}.json")
+        return _of_catalogue(known)
     path = Path(text)
     if isinstance(model, Path) or text.endswith(SUFFIXES) or path.is_dir():
         return _from_file(path, name)
@@ -72,10 +72,10 @@ def _catalogue_name(text: str) -> str | None:
     return name if name in known else None
 
 
-def _load(path: Path) -> LayerGraph:
+def _of_catalogue(name: str) -> LayerGraph:
     from profiler.layer_graph import LayerGraph
 
-    return load(LayerGraph, path)
+    return load_shipped(LayerGraph, MODELS / f"{name}.json")
 
 
 def is_hugging_face(data: Any) -> bool:

@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Len, MaxLen
-from pydantic import ConfigDict
-
 from profiler.documents import STRICT
+from profiler.limits import Ge, Gt, Le, Len, MaxLen
 
 __all__ = ["Failure", "LayerBytes", "LayerSeconds", "Profile", "SavedTensor", "UpdateSeconds"]
 
@@ -33,7 +31,7 @@ class LayerSeconds:
     settled: whether the error of the median came below what was asked for.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     kind: Name
     micro_batch: Count
@@ -54,7 +52,7 @@ class SavedTensor:
     """Storages that autograd keeps from forward to backward, by the module that made it keep
     them."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     name: Name
     num_bytes: Bytes
@@ -71,7 +69,7 @@ class LayerBytes:
         forward leaves for backward included.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     kind: Name
     micro_batch: Count
@@ -94,7 +92,7 @@ class UpdateSeconds:
         them; None: not measured.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     optimizer: Name
     fused: bool
@@ -111,7 +109,7 @@ class UpdateSeconds:
 class Failure:
     """A case that could not be measured, which is a result as well."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     kind: Name
     micro_batch: Count
@@ -129,7 +127,7 @@ class Profile:
     busy: what disturbed the measurement, as far as it was noticed.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     device: Name
     dtype: Name

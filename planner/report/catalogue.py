@@ -29,10 +29,10 @@ def models() -> str:
 def topologies() -> str:
     """The presets, a topology a line."""
     from planner.topology_files import PRESETS, names
-    from profiler.documents import read_data
+    from profiler.documents import read_shipped
 
     rows = [("name", "one host")]
-    rows += [(name, read_data(PRESETS / f"{name}.json")["description"]) for name in names()]
+    rows += [(name, read_shipped(PRESETS / f"{name}.json")["description"]) for name in names()]
     return "\n".join([
         _columns(rows, right=set()), "",
         "NAME:16 is sixteen hosts; NAME:2+NAME:2 are two kinds together; 'local' is this machine.",

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Len, MaxLen
-from pydantic import ConfigDict
-
 from profiler.device import Curve, Device
-from profiler.documents import STRICT, load
+from profiler.documents import STRICT, load_shipped
 from profiler.errors import UnknownName
+from profiler.limits import Ge, Gt, Le, Len, MaxLen
 
 __all__ = ["DEFAULT_STACKS", "FITTED", "Fit", "FittedConstants", "Kernels", "Stack",
            "default_stack", "kernels_for", "load_stack", "stack_names"]
@@ -53,7 +51,7 @@ class Stack:
     overlaps_parameter_gather: of kept parameters (ZeRO-1/2), beside the first micro-batch.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     meshwright: Literal["Stack"] = "Stack"
     version: Literal[1] = 1
@@ -85,7 +83,7 @@ class Kernels:
         between devices of a host and between hosts: what the stack's own calls reach of it.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     matmul_efficiency: Curve | None = None
     attention_efficiency: Curve | None = None
@@ -120,7 +118,7 @@ class Fit:
         on them, and on the rows of other models; None where there are none.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     kernels: Name
     devices: Annotated[tuple[Name, ...], Len(1, 32)]
@@ -137,7 +135,7 @@ class Fit:
 class FittedConstants:
     """The file of fitted constants."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     meshwright: Literal["FittedConstants"] = "FittedConstants"
     version: Literal[1] = 1
@@ -156,7 +154,7 @@ def load_stack(name: str) -> Stack:
     known = stack_names()
     if name not in known:
         raise UnknownName("stack", name[:80], known)
-    return load(Stack, STACKS / f"{name}.json")
+    return load_shipped(Stack, STACKS / f"{name}.json")
 
 
 def default_stack(target: str) -> str:
@@ -167,7 +165,7 @@ def default_stack(target: str) -> str:
 @functools.cache
 def fitted_constants() -> FittedConstants:
     """The shipped fit."""
-    return load(FittedConstants, FITTED)
+    return load_shipped(FittedConstants, FITTED)
 
 
 def kernels_for(stack: Stack, device: str, num_hosts: int) -> Kernels:

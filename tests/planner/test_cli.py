@@ -481,11 +481,14 @@ def test_output_to_a_device_does_not_replace_it(command: Command) -> None:
 
 # --- imports
 
-def test_no_torch_for_models_of_the_catalogue() -> None:
+def test_models_of_the_catalogue_are_planned_without_heavy_imports() -> None:
     code = ("import sys; from planner.cli import run; status = run(sys.argv[1:]); "
             "print(*sys.modules, file=sys.stderr); sys.exit(status)")
-    for arguments, heavy in ((SMALL, {"torch", "transformers"}),
-                             (["models"], {"torch", "ortools", "networkx", "numpy", "rich"}),
+    validators = {"pydantic", "pydantic_core", "annotated_types"}  # a third of a second
+    for arguments, heavy in ((SMALL, {"torch", "transformers", "ortools", "networkx", *validators}),
+                             ([*SMALL, "--json"], {"torch", "ortools", "rich", *validators}),
+                             (["models"], {"torch", "ortools", "networkx", "numpy", "rich",
+                                           *validators}),
                              (["schema", "request"], {"torch", "ortools", "networkx", "numpy"}),
                              (["launch", "--help"], {"torch", "ortools", "networkx", "numpy"})):
         done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, text=True,

@@ -30,6 +30,7 @@ TWO = [
     Case(name="phi tp", model="phi", mesh=dict(tp=2)),
     Case(name="starcoder2 tp", model="starcoder2", mesh=dict(tp=2)),
     Case(name="granite tp", model="granite", mesh=dict(tp=2)),
+    Case(name="olmo tp", model="olmo", mesh=dict(tp=2)),
     Case(name="tokens tp", model="tokens", mesh=dict(tp=2), choices=(FULL, KEPT)),
     Case(name="batchnet replicate", model="batchnet", mesh=dict(dp_replicate=2),
          num_micro_batches=1, micro_batch=3),

@@ -47,9 +47,14 @@ class Answer:
 
 def plan_all(numbers: list[int], rank: int, world: int, folder: Path) -> None:
     """Plan this process's share of the requests, into files."""
-    for number in numbers[rank::world]:
+    families = sorted({number % len(requests.MODELS) for number in numbers})[rank::world]
+    graphs: dict[int, LayerGraph] = {}
+    for number in numbers:
+        family = number % len(requests.MODELS)
+        if family not in families:
+            continue
         question = requests.make_question(number)
-        graph = requests.make_model(question)
+        graph = graphs.get(family) or graphs.setdefault(family, requests.make_model(question))
         layout = requests.plan(question, graph)
         (folder / f"{number}.graph").write_text(dump(graph), encoding="utf-8")
         (folder / f"{number}.layout").write_text(dump(layout), encoding="utf-8")

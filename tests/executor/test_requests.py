@@ -79,7 +79,7 @@ def test_requests_are_of_every_kind(answers: Path) -> None:
 
 def test_every_class_that_can_be_divided_is_divided_somewhere(answers: Path, all_graphs: Path
                                                               ) -> None:
-    divided: set[str] = set()  # GPT-NeoX, Mixtral, Phi, StarCoder2, Granite by parity cases
+    divided: set[str] = set()  # GPT-NeoX, Mixtral, Phi, StarCoder2, Granite, OLMo by parity cases
 
     def note(graph: LayerGraph, layout: Layout) -> None:
         if layout.mesh.tp > 1:

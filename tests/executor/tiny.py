@@ -51,6 +51,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2ForCausalLM", dict(
         model_type="starcoder2", residual_dropout=0.0, embedding_dropout=0.0, **_LLAMA | _ONE)),
     "granite": ("GraniteForCausalLM", dict(model_type="granite", **_LLAMA | _ONE)),
+    "olmo": ("OlmoForCausalLM", dict(model_type="olmo", **_LLAMA | _ONE)),
     "vit": ("ViTForImageClassification", dict(
         model_type="vit", hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
         intermediate_size=64, image_size=16, patch_size=4, hidden_dropout_prob=0.0,

@@ -21,7 +21,6 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Annotated, ClassVar, Literal
 
-
 from profiler.documents import STRICT
 from profiler.limits import Ge, Gt, Le, Len, MaxLen
 

@@ -215,11 +215,11 @@ def _sharding(cells: Cells, stack: str, inferences: list[str]) -> Literal["", "1
         inferences.append("sharding: ZeRO-1; its published peaks are below what states of 12 bytes "
                           "a parameter on every rank would take")
         return "1"
-    if text.startswith("none") or "zero-0" in text:
+    if text.startswith("none") or "zero-0" in text or text == "ddp":
         if "unknown" in text:
             inferences.append("sharding: none")
         return ""
-    sharded = stack == "megatron-core"
+    sharded = stack.startswith("megatron-core")
     inferences.append("sharding: " + ("the optimizer" if sharded else "none"))
     return "1" if sharded else ""
 

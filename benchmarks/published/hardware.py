@@ -60,8 +60,18 @@ STACKS: tuple[tuple[str, str], ...] = (
 """(pattern of "source implementation sharding", stack), first match."""
 
 
+TESTS_WITHOUT_FUSED_ATTENTION = re.compile(
+    r"lts.* gpt3_mcore_|deterministic.* gpt3_mcore_(?!.*resume)| gpt3_mcore_(?!te_)")
+"""Of "implementation model": the configurations of Megatron-LM's functional tests say
+`attention-backend: unfused` but for those that resume, and `transformer-impl: local` without "te";
+the containers called lts have no fused attention for them."""
+
+
 def stack_of(cells: Cells, inferences: list[str]) -> str:
     """The software stack of a row."""
+    if TESTS_WITHOUT_FUSED_ATTENTION.search(f"{cells.text('impl')} {cells.text('model')}"):
+        inferences.append("attention: not fused, by the name of the test")
+        return "megatron-core-unfused"
     text = f"{cells.text('source_id')} {cells.text('impl')} {cells.text('dp_shard')} " + (
         cells.text("precision"))
     for pattern, stack in STACKS:

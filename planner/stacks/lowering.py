@@ -14,7 +14,8 @@ keys, A = heads * s * s. Elements are read or written once each unless named oth
     activation             gated 3F forward and 5F backward, else 2F and 3F; keeps one result
     residual               one kernel of 3X for dropout and addition together, 2X where there is
                            no dropout and the normalization adds
-    loss, fused            logits read and written once, forward and backward, in the compute dtype
+    loss, fused            logits read and written once, forward and backward, in the compute dtype;
+                           keeps them, and makes their gradient
 """
 
 from __future__ import annotations
@@ -45,13 +46,21 @@ def lower(graph: LayerGraph, stack: Stack) -> LayerGraph:
     where the stack changes nothing."""
     if (stack.attention == "fused" and stack.selective == "matmul-outputs" and not stack.fused
             and not stack.gathers_saved_inputs and stack.loss == "eager"
-            and not stack.whole_logits):
+            and not stack.whole_logits and not _keeps_more(stack)):
         return graph
     return replace(graph, profiles=(),
                    kinds={name: _kind(kind, stack) for name, kind in graph.kinds.items()})
 
 
+def _keeps_more(stack: Stack) -> bool:
+    """Whether the stack keeps what the trace does not."""
+    return (stack.float32_normalization or stack.keeps_packed_attention
+            or stack.logit_bytes is not None)
+
+
 def _kind(kind: LayerKind, stack: Stack) -> LayerKind:
+    if stack.float32_normalization:
+        kind = _float32_normalization(kind)
     if "normalization" in stack.fused:
         kind = _normalization(kind)
     if any(op.kind == "attention" for op in kind.ops):
@@ -61,14 +70,18 @@ def _kind(kind: LayerKind, stack: Stack) -> LayerKind:
             kind = _activation(kind)
         if "residual" in stack.fused:
             kind = _residual(kind)
+        if stack.keeps_packed_attention:
+            kind = _packed_attention(kind)
         if stack.attention != "fused":
-            kind = _attention(kind, stack.attention == "eager")
+            kind = _attention(kind, stack.attention == "eager", stack.float32_softmax)
         if stack.selective != "matmul-outputs":
             kind = _selective(kind, stack.selective == "core-attention")
     if "loss" in stack.fused:
         kind = _loss(kind)
     if stack.whole_logits and any(op.kind == "loss" for op in kind.ops):
         kind = _whole_logits(kind)
+    if stack.logit_bytes is not None and any(op.kind == "loss" for op in kind.ops):
+        kind = _logit_bytes(kind, stack.logit_bytes)
     if stack.loss == "vocabulary-parallel" and "loss" not in stack.fused:
         kind = replace(kind, ops=tuple(_vocabulary_parallel_loss(op, kind) if op.kind == "loss"
                                        else op for op in kind.ops))
@@ -112,6 +125,14 @@ def _normalization(kind: LayerKind) -> LayerKind:
     return replace(kind, ops=tuple(fuse(op) for op in kind.ops),
                    saved=tuple(g for g in kind.saved if not (
                        g.name in copies and g.split == "sequence" and g.bytes_per_element == 4)))
+
+
+def _float32_normalization(kind: LayerKind) -> LayerKind:
+    """What a norm normalised stays in float32, as the copy of its input beside it does."""
+    copies = {g.name for g in kind.saved if g.split == "sequence" and g.bytes_per_element == 4}
+    return replace(kind, saved=tuple(
+        replace(g, bytes_per_element=4) if g.name in copies and g.split == "sequence"
+        and g.bytes_per_element is None and not g.is_input else g for g in kind.saved))
 
 
 def _split_at_attention(kind: LayerKind) -> tuple[tuple[Op, ...], Op, tuple[Op, ...]]:
@@ -178,6 +199,16 @@ def _residual(kind: LayerKind) -> LayerKind:
     return replace(kind, ops=tuple(ops))
 
 
+def _packed_attention(kind: LayerKind) -> LayerKind:
+    """The queries and keys before rotation stay in the product that the value is a view of."""
+    shape = next((op.attention for op in kind.ops if op.attention is not None), None)
+    if shape is None:
+        return kind
+    first = Extent(per_sample=(0, (shape.heads + shape.kv_heads) * shape.head_dim, 0))
+    return replace(kind, saved=(*kind.saved, TensorGroup(
+        name="packed", elements=first, split="feature", kept_by_selective=True)))
+
+
 def _square(heads: int, factor: int) -> Extent:
     return Extent(per_sample=(0, 0, factor * heads))
 
@@ -195,7 +226,7 @@ def _softmax(heads: int, eager: bool) -> Op:
                    heads=heads, multiple=FUSED_BATCHES, longest=FUSED_LENGTH, otherwise=steps)
 
 
-def _attention(kind: LayerKind, eager: bool) -> LayerKind:
+def _attention(kind: LayerKind, eager: bool, float32_softmax: bool) -> LayerKind:
     before, op, after = _split_at_attention(kind)
     shape = op.attention
     if shape is None:
@@ -220,6 +251,9 @@ def _attention(kind: LayerKind, eager: bool) -> LayerKind:
               elements_moved=_square(a, 2), bytes_moved=_square(a, 1),
               backward_elements_moved=_square(a, 2), backward_bytes_moved=_square(a, 1))
     kept = [TensorGroup(name="softmax", elements=_square(a, 1), split="feature")]
+    if float32_softmax:
+        kept.append(TensorGroup(name="softmax", elements=_square(a, 1), split="feature",
+                                bytes_per_element=4))
     if dropout:
         kept += [TensorGroup(name="dropout", elements=_square(a, 1), split="feature"),
                  TensorGroup(name="dropout", elements=_square(a, 1), split="feature",
@@ -284,6 +318,22 @@ def _vocabulary_parallel_loss(op: Op, kind: LayerKind) -> Op:
                    backward_bytes_moved=Extent(per_sample=(0, 8 * v, 0)))
 
 
+def _logit_bytes(kind: LayerKind, num_bytes: int) -> LayerKind:
+    """The given bytes of each logit: what is saved of it, and the rest at the loss's peak."""
+    kept = next((g for g in kind.saved if g.is_outside and g.bytes_per_element == 4
+                 and g.elements.per_sample[1] > 1), None)
+    if kept is None:
+        return kind
+    rest = replace(kept, name="gradients", elements=_times(kept.elements, num_bytes - 4),
+                   bytes_per_element=1, is_outside=False)
+
+    def without(groups: tuple[TensorGroup, ...]) -> tuple[TensorGroup, ...]:
+        return tuple(g for g in groups if g.split != kept.split)
+
+    return replace(kind, forward_working_set=without(kind.forward_working_set),
+                   backward_working_set=(*without(kind.backward_working_set), rest))
+
+
 def _loss(kind: LayerKind) -> LayerKind:
     loss = next((op for op in kind.ops if op.kind == "loss"), None)
     if loss is None or kind.tensor_parallel is None:
@@ -306,4 +356,5 @@ def _loss(kind: LayerKind) -> LayerKind:
 
     return replace(kind, ops=tuple(ops), saved=in_compute_dtype(kind.saved),
                    backward_working_set=in_compute_dtype(kind.backward_working_set),
-                   forward_working_set=in_compute_dtype(kind.forward_working_set))
+                   forward_working_set=tuple(g for g in kind.forward_working_set
+                                             if g.split != "vocabulary"))

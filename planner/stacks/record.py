@@ -38,7 +38,14 @@ class Stack:
     sequence_parallel: activations between tensor-parallel regions are divided where they can be.
     gathers_saved_inputs: under sequence parallelism a column matmul keeps only its shard of the
         input and gathers it again in backward (Megatron-LM).
+    float32_normalization: a norm that is not fused stays in float32 up to its result, and keeps
+        what it normalised so.
+    keeps_packed_attention: attention's value is a view of the product that queries and keys were
+        taken from, which stays with it beside the rotated ones.
+    float32_softmax: eager attention keeps the softmax in float32 beside its result.
     whole_logits: each tensor-parallel rank gathers the logits and computes the whole loss.
+    logit_bytes: of one logit at the peak of the loss, what is left of the last micro-batches'
+        included; None: as traced.
     scatters_sends: without sequence parallelism, each tensor-parallel rank sends its part of an
         activation to the next stage, where it is gathered (Narayanan et al. 2021, section 4.1).
     loss: step by step as traced (`eager`), or Megatron-LM's over a divided vocabulary, in place, of
@@ -62,7 +69,11 @@ class Stack:
     selective: Literal["matmul-outputs", "alternate-matmuls", "core-attention"] = "matmul-outputs"
     sequence_parallel: bool = True
     gathers_saved_inputs: bool = False
+    float32_normalization: bool = False
+    keeps_packed_attention: bool = False
+    float32_softmax: bool = False
     whole_logits: bool = False
+    logit_bytes: Annotated[int, Ge(4), Le(64)] | None = None
     scatters_sends: bool = False
     loss: Literal["eager", "vocabulary-parallel"] = "eager"
     gradient_bytes: Annotated[int, Ge(2), Le(4)] | None = None

@@ -403,7 +403,7 @@ class Coster:
         parameters = replace(parameters, reduce_each_s=(
             candidate.num_micro_batches * parameters.reduce_each_s))
         gradient = (trainable * size.reduce_bytes if candidate.unsharded_gradients
-                    else trainable * size.gradient_bytes / shard)
+                    else trainable * size.gradient_bytes / shard) + trainable * size.beside_bytes
         state = trainable * self.request.num_moments * size.state_bytes / shard
         stored = (trainable * size.stored_bytes + frozen * size.compute_bytes) / shard
         has_copy = shard > 1 or (size.has_compute_copy and trainable > 0)

@@ -26,6 +26,7 @@ class Precision:
     gradient_bytes: the gradient that the optimizer reads, sharded.
     reduce_bytes: gradients while they accumulate unsharded and are reduced.
     state_bytes: one optimizer moment.
+    beside_bytes: gradients in the compute dtype that stay, whole, beside the accumulated ones.
     """
 
     dtype: str
@@ -34,6 +35,7 @@ class Precision:
     gradient_bytes: int
     reduce_bytes: int
     state_bytes: int
+    beside_bytes: int = 0
 
     @property
     def has_compute_copy(self) -> bool:
@@ -66,11 +68,13 @@ OPTIMIZERS = {"adamw": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0}
 
 @functools.cache
 def _recipe(precision: str, stack: str) -> Precision:
-    recipe = PRECISIONS[precision]
-    width = load_stack(stack).gradient_bytes
-    if width is None or not recipe.has_compute_copy:
+    recipe, described = PRECISIONS[precision], load_stack(stack)
+    width = described.gradient_bytes
+    if not recipe.has_compute_copy:
         return recipe
-    return replace(recipe, gradient_bytes=width, reduce_bytes=width)
+    if described.keeps_bfloat16_gradients and recipe.dtype == "bfloat16":
+        recipe = replace(recipe, beside_bytes=recipe.compute_bytes)
+    return recipe if width is None else replace(recipe, gradient_bytes=width, reduce_bytes=width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from benchmarks.published.price import Refused, price_cells
 from benchmarks.published.table import Cells, MeasuredRow, MemoryRow, UnusableRow
 from planner.layout import Layout, StagePrediction
 
-__all__ = ["MemoryResult", "memory_results"]
+__all__ = ["MemoryResult", "joined", "memory_results", "verdict"]
 
 UNITS = {"GiB": 2**30, "GB": 10**9, "MB": 10**6, "MiB": 2**20}
 RESERVED = 1.1
@@ -25,6 +25,8 @@ class MemoryResult:
     published_peak_bytes, predicted_peak_bytes: of the rank and of the terms that the source's unit
         counts, where it gives a peak.
     over: of the largest stage's need over what the margin leaves, as a share of it.
+    clear: it ran out of memory, and so did a run of the same table that can only need less: the
+        same but for a smaller micro-batch or more recompute.
     """
 
     row_id: str
@@ -35,6 +37,7 @@ class MemoryResult:
     published_peak_bytes: float | None
     predicted_peak_bytes: float | None
     unit: str
+    clear: bool = False
 
     @property
     def peak_error(self) -> float | None:
@@ -43,7 +46,7 @@ class MemoryResult:
         return self.predicted_peak_bytes / self.published_peak_bytes - 1
 
 
-def _joined(row: MemoryRow, measured: Mapping[str, MeasuredRow]) -> Cells:
+def joined(row: MemoryRow, measured: Mapping[str, MeasuredRow]) -> Cells:
     """The fact's cells, and those of the run it belongs to where the fact leaves them out."""
     run = measured.get(row.measured_row_id)
     if run is None:
@@ -51,12 +54,32 @@ def _joined(row: MemoryRow, measured: Mapping[str, MeasuredRow]) -> Cells:
     return Cells(values=run.cells.values | {k: v for k, v in row.cells.values.items() if v})
 
 
-def _verdict(row: MemoryRow) -> bool | None:
+def verdict(row: MemoryRow) -> bool | None:
+    """Whether the run fitted; None where the fact does not say."""
     if row.verdict.startswith("fits"):
         return True
     if row.verdict.startswith(("oom", "does_not_fit")):
         return False
     return None
+
+
+SAME = ("source_id", "model", "layers", "hidden", "gpu", "gpus", "gbs", "seq", "dp", "tp", "pp",
+        "vpp", "cp", "sp", "dp_shard", "precision", "impl")
+RECOMPUTES = ("none", "selective", "full")
+
+
+def _clearly_out(rows: Iterable[MemoryRow]) -> frozenset[str]:
+    """The rows that ran out of memory beside one that needs less and ran out too."""
+    groups: dict[tuple[str, ...], list[tuple[float, int, str]]] = {}
+    for row in rows:
+        recompute, micro_batch = row.cells.text("recompute"), row.cells.text("mbs")
+        if verdict(row) is False and recompute in RECOMPUTES and micro_batch.isdigit():
+            key = tuple(row.cells.text(name) for name in SAME)
+            groups.setdefault(key, []).append(
+                (int(micro_batch), -RECOMPUTES.index(recompute), row.row_id))
+    return frozenset(row_id for group in groups.values() for micro_batch, kept, row_id in group
+                     if any(m <= micro_batch and k <= kept and (m, k) != (micro_batch, kept)
+                            for m, k, _ in group))
 
 
 def _peak(layout: Layout, kind: str) -> float:
@@ -80,26 +103,27 @@ def _counted(stage: StagePrediction, kind: str) -> float:
 def memory_results(rows: Iterable[MemoryRow], measured: Iterable[MeasuredRow]
                    ) -> tuple[list[MemoryResult], list[Refused]]:
     """Every fact, compared or refused."""
-    by_id = {row.row_id: row for row in measured}
+    rows = tuple(rows)
+    by_id, clear = {row.row_id: row for row in measured}, _clearly_out(rows)
     results: list[MemoryResult] = []
     refused: list[Refused] = []
     for row in rows:
         try:
-            verdict = _verdict(row)
-            if verdict is None and row.cells.text("kind") != "peak_memory":
+            truth = verdict(row)
+            if truth is None and row.cells.text("kind") != "peak_memory":
                 raise UnusableRow("neither a verdict nor a peak")
             value = row.cells.number("value")
             unit = row.cells.text("unit")
-            layout, _ = price_cells(_joined(row, by_id))
+            layout, _ = price_cells(joined(row, by_id))
         except UnusableRow as error:
             refused.append(Refused(row_id=row.row_id, source_id=row.source_id, reason=str(error)))
             continue
         assert layout.prediction is not None
         over = max(s.total_memory_bytes / s.capacity_bytes for s in layout.prediction.stages) - 1
-        peak = value * UNITS[unit] if value and unit in UNITS and verdict else None
+        peak = value * UNITS[unit] if value and unit in UNITS and truth else None
         results.append(MemoryResult(
-            row_id=row.row_id, source_id=row.source_id, published_fits=verdict, fits=over <= 0,
-            over=over, published_peak_bytes=peak, unit=unit,
+            row_id=row.row_id, source_id=row.source_id, published_fits=truth, fits=over <= 0,
+            over=over, clear=row.row_id in clear, published_peak_bytes=peak, unit=unit,
             predicted_peak_bytes=None if peak is None else _peak(
                 layout, row.cells.text("value_kind"))))
     return results, refused

@@ -124,13 +124,15 @@ def _print_sweeps(sweeps: Sequence[Sweep], console: Console) -> None:
 
 
 def _print_memory(results: Results, console: Console) -> None:
-    table = Table("source", "fits: yes", "fits: no", "oom: fits", "oom: no", "peaks",
+    table = Table("source", "fits: yes", "fits: no", "oom: fits", "oom: no",
+                  "clear: fits", "peaks",
                   "median |e| %", "mean |e| %", "bias %",
                   title="Memory: published verdict and the planner's, with its default margin; "
-                        "peaks in the source's unit")
+                        "clear: ran out as did a run that needs less; peaks in the source's unit")
     for score in results.memory_scores:
         table.add_row(score.source, str(score.fits_fits), str(score.fits_oom), str(score.oom_fits),
-                      str(score.oom_oom), str(score.peaks), _percent(score.peak_median),
+                      str(score.oom_oom), f"{score.clear_fits} of {score.clear}",
+                      str(score.peaks), _percent(score.peak_median),
                       _percent(score.peak_mean), _percent(score.peak_bias))
     console.print(table)
     _print_refusals(results.memory_refused, console)

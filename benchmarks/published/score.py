@@ -45,13 +45,16 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryScore:
-    """Verdicts and peaks of one source. fits_fits: published to fit and said to fit, and so on."""
+    """Verdicts and peaks of one source. fits_fits: published to fit and said to fit, and so on.
+    clear, clear_fits: of those that ran out by a clear margin, all and said to fit."""
 
     source: str
     fits_fits: int
     fits_oom: int
     oom_fits: int
     oom_oom: int
+    clear: int
+    clear_fits: int
     peaks: int
     peak_median: float | None
     peak_mean: float | None
@@ -144,7 +147,9 @@ def memory_scores(results: Iterable[MemoryResult]) -> list[MemoryScore]:
         peaks = [r.peak_error for r in group if r.peak_error is not None]
         scores.append(MemoryScore(
             source=source, fits_fits=count[True, True], fits_oom=count[True, False],
-            oom_fits=count[False, True], oom_oom=count[False, False], peaks=len(peaks),
+            oom_fits=count[False, True], oom_oom=count[False, False],
+            clear=sum(r.clear for r in group), clear_fits=sum(r.clear and r.fits for r in group),
+            peaks=len(peaks),
             peak_median=statistics.median(map(abs, peaks)) if peaks else None,
             peak_mean=statistics.fmean(map(abs, peaks)) if peaks else None,
             peak_bias=statistics.fmean(peaks) if peaks else None))

@@ -5,7 +5,8 @@ dp_shard degree. Bytes per parameter come from the request's precision (`planner
 
     parameters   P_trainable*stored/d + P_frozen*compute/d
     copy         P*compute            kept if not resharded, else part of the working set
-    gradients    P_trainable*gradient/d, or P_trainable*reduce while they accumulate unsharded
+    gradients    P_trainable*gradient/d, or P_trainable*reduce while they accumulate unsharded, and
+                 P_trainable*beside where those of the compute dtype stay beside them
     states       P_trainable*moments*state/d
     activations  saved bytes of one micro-batch, times the micro-batches in flight; recomputed
                  layers keep their input, and with `selective` what matmuls and attention made
@@ -172,7 +173,7 @@ def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buf
         # This unit's gradient in the compute dtype and its copy in the dtype of the reduction.
         working += trainable * (size.compute_bytes + size.reduce_bytes)
     gradient = (trainable * size.reduce_bytes if unsharded_gradients
-                else trainable * size.gradient_bytes / dp_shard)
+                else trainable * size.gradient_bytes / dp_shard) + trainable * size.beside_bytes
     temporary = 0 if request.fused_optimizer else trainable * size.stored_bytes / dp_shard
     return LayerMemory(
         parameter_bytes=_blocks((trainable * size.stored_bytes + frozen * size.compute_bytes)

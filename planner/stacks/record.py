@@ -51,6 +51,7 @@ class Stack:
     loss: step by step as traced (`eager`), or Megatron-LM's over a divided vocabulary, in place, of
         many small kernels (`vocabulary-parallel`); `fused` may name it instead.
     gradient_bytes: of accumulated and reduced gradients; None: as the precision says.
+    keeps_bfloat16_gradients: each micro-batch's are added to float32 ones, and stay beside them.
     overlaps_gradient_reduction: the last one runs beside the last backward; None: as the
         capabilities of the target say.
     copies_messages: parameters and gradients are copied into and out of the messages of data
@@ -77,6 +78,7 @@ class Stack:
     scatters_sends: bool = False
     loss: Literal["eager", "vocabulary-parallel"] = "eager"
     gradient_bytes: Annotated[int, Ge(2), Le(4)] | None = None
+    keeps_bfloat16_gradients: bool = False
     overlaps_gradient_reduction: bool | None = None
     overlaps_parameter_gather: bool = True
     copies_messages: bool = False

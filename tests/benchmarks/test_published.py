@@ -12,9 +12,17 @@ from benchmarks.published import __main__ as program
 from benchmarks.published.adapter import make_case
 from benchmarks.published.fit import Group, Sample, constants_of, errors, fit, seconds
 from benchmarks.published.graphs import Dimensions, make_graph
+from benchmarks.published.hardware import stack_of
+from benchmarks.published.memory import memory_results
 from benchmarks.published.price import measured_seconds, price_rows
-from benchmarks.published.score import spearman, sweeps_of
-from benchmarks.published.table import Cells, MeasuredRow, UnusableRow, measured_rows
+from benchmarks.published.score import memory_scores, spearman, sweeps_of
+from benchmarks.published.table import (
+    Cells,
+    MeasuredRow,
+    UnusableRow,
+    measured_rows,
+    memory_rows,
+)
 from planner.models import resolve
 from profiler.documents import to_data
 from profiler.layer_graph import LayerGraph
@@ -156,6 +164,30 @@ def test_a_sweep_has_an_order_and_a_regret(tmp_path: Path) -> None:
     assert sweep.layouts == 12
     fastest = min(priced, key=lambda row: row.predicted_s)
     assert sweep.regret == pytest.approx((fastest.measured_s or 0) / 18.0 - 1)
+
+
+def test_a_run_is_clearly_out_where_one_that_needs_less_is(tmp_path: Path) -> None:
+    def fact(name: str, **changes: str) -> dict[str, str]:
+        return table_of(fact_id=name, kind="feasibility", verdict="oom", value="", unit="",
+                        value_kind="", measured_row_id="", **changes)
+
+    rows = [fact("smallest", mbs="1", recompute="full"), fact("larger", mbs="2", recompute="full"),
+            fact("kept", mbs="1", recompute="none"), fact("fits", mbs="4") | {"verdict": "fits"},
+            fact("elsewhere", mbs="4", tp="4", dp="2")]
+    results, _ = memory_results(memory_rows(write(tmp_path / "m.csv", rows)), ())
+    assert {r.row_id for r in results if r.clear} == {"larger", "kept"}
+    (score, overall) = memory_scores(results)
+    assert (score.clear, overall.clear) == (2, 2)
+
+
+@pytest.mark.parametrize(("name", "impl", "stack"), [
+    ("gpt3_mcore_te_tp1_pp4", "dev; deterministic-mode", "megatron-core-unfused"),
+    ("gpt3_mcore_te_tp1_pp4_resume_torch_dist", "dev; deterministic-mode", "megatron-core"),
+    ("gpt3_mcore_te_tp1_pp4_resume_torch_dist", "lts", "megatron-core-unfused"),
+    ("gpt3_mcore_tp1_pp4_resume_torch_dist", "dev", "megatron-core-unfused"),
+    ("gpt3_7b_tp1_pp4_memory_speed", "dev; deterministic-mode", "megatron-core")])
+def test_attention_of_megatrons_tests(name: str, impl: str, stack: str) -> None:
+    assert stack_of(cells(source_id="megatron_ci", model=name, impl=impl), []) == stack
 
 
 @pytest.mark.parametrize(("content", "message"), [

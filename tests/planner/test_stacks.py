@@ -6,8 +6,8 @@ import pytest
 
 from planner.cost.compute import ComputeTimes, FusedOp, Shard, layer_compute, op_seconds
 from planner.cost.layer import working_seconds
-from planner.costing import Coster
-from planner.layout import Choice
+from planner.costing import Candidate, Coster
+from planner.layout import Choice, Mesh, Schedule
 from planner.models import resolve
 from planner.request import Request
 from planner.stacks import kernels_for, load_stack, stack_names
@@ -194,3 +194,43 @@ def test_constants_are_fitted_per_device() -> None:
     assert kernels_for(stack, "a100-80g", 8).matmul_efficiency is not None
     assert kernels_for(stack, "cpu", 1).matmul_efficiency is None
     assert kernels_for(load_stack("pytorch-eager"), "a100-80g", 1).matmul_efficiency is None
+
+
+def test_what_aleph_alphas_layers_keep() -> None:
+    """Each norm keeps its input and what it normalised in float32 and its result, attention both
+    halves of queries and keys; SwiGLU four times its width."""
+    h, kv, f = 4096, 1024, 14336
+    statistics = 2 * 4 + 32 * 4  # of two norms and of attention
+    per_token = 2 * (4 + 4 + 2) * h + 2 * (3 * h + 3 * kv) + 2 * 4 * f + statistics
+    assert saved_bytes(block("neox-flash2", LLAMA)) == B * S * per_token
+    fused = per_token - 2 * 6 * h - 2 * 4  # FlashAttention's: the input and the result alone
+    assert saved_bytes(block("neox-flash2-rms", LLAMA)) == B * S * fused
+    square = 32 * S * S * B
+    assert saved_bytes(block("neox", LLAMA)) == B * S * (per_token - 32 * 4) + 6 * square
+
+
+@pytest.mark.parametrize(("stack", "num_bytes"), [
+    ("megatron-core", 6), ("neox-flash2", 20), ("neox-flash2-rms", 24)])
+def test_bytes_of_a_logit_at_the_peak_of_the_loss(stack: str, num_bytes: int) -> None:
+    kinds = lower(LLAMA, load_stack(stack)).kinds.values()
+    head = next(kind for kind in kinds if any(op.kind == "loss" for op in kind.ops))
+    logits = [g for g in (*head.saved, *head.backward_working_set) if g.elements.at(1, 1) > 128000]
+    assert sum(g.bytes_at(B, S, 2) for g in logits) == num_bytes * 128256 * B * S
+    assert not any(g.elements.at(1, 1) > 128000 for g in head.forward_working_set)
+
+
+def test_bfloat16_gradients_beside_float32_ones() -> None:
+    mixed = Request(global_batch=8, seq_len=S, target="any", stack="bigscience")
+    assert mixed.bytes.beside_bytes == 2
+    assert replace(mixed, precision="fp16-mixed").bytes.beside_bytes == 0
+    assert replace(mixed, stack=None).bytes.beside_bytes == 0
+    costs = []
+    for request in (mixed, replace(mixed, precision="fp16-mixed")):
+        coster = Coster(LLAMA, topology("dgx-a100-80g"), request)
+        candidate = Candidate(mesh=Mesh(dp_shard=8), micro_batch=1, num_micro_batches=1,
+                              schedule=Schedule())
+        run = coster.chain.runs[coster.chain.block_run or 0]
+        costs.append((coster.memory(run, Choice(), candidate),
+                      coster.local_parameters(run, 1)[0]))
+    (more, count), (less, _) = costs
+    assert more.gradient_bytes == pytest.approx(less.gradient_bytes + 2 * count, abs=512)

@@ -42,7 +42,7 @@ STACKS = (("neox-flash1", "neox-flash2"), ("neox-flash2-rms",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrong:
-    """Verdicts of some rows. said_to_fit: of those that ran out; said_not_to: of those that fitted."""
+    """Wrong verdicts: said_to_fit of those that ran out, said_not_to of those that fitted."""
 
     said_to_fit: int
     ran_out: int

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from benchmarks.published import __main__ as program
 from benchmarks.published.adapter import make_case
 from benchmarks.published.fit import Group, Sample, constants_of, errors, fit, seconds
+from benchmarks.published.fit_memory import wrong_verdicts
 from benchmarks.published.graphs import Dimensions, make_graph
 from benchmarks.published.hardware import stack_of
 from benchmarks.published.memory import memory_results
@@ -178,6 +179,15 @@ def test_a_run_is_clearly_out_where_one_that_needs_less_is(tmp_path: Path) -> No
     assert {r.row_id for r in results if r.clear} == {"larger", "kept"}
     (score, overall) = memory_scores(results)
     assert (score.clear, overall.clear) == (2, 2)
+
+
+def test_more_bytes_a_logit_turn_a_verdict() -> None:
+    case = make_case(cells(source_id="alephalpha", impl="flash_attention2", model="LLAMA-13B",
+                           layers="40", hidden="5120", heads="40", kv_heads="40", ffn="13824",
+                           gated_mlp="1", vocab="128000", gpus="8", gbs="64", mbs="4", dp="1",
+                           tp="8", pp="1", vpp="1", sp="0", recompute="full", precision="bf16"))
+    few, many = (wrong_verdicts([(case, False)], logit_bytes=n) for n in (12, 64))
+    assert (few.said_to_fit, many.said_to_fit, few.ran_out) == (1, 0, 1)
 
 
 @pytest.mark.parametrize(("name", "impl", "stack"), [

@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["in_child", "join", "resident_bytes", "run_alone"]
 
-TRIAL_S = 60.0
+TRIAL_S = 180.0
 
 
 def join(name: str, timeout_s: float = 120.0) -> None:

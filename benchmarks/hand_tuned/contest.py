@@ -41,7 +41,7 @@ class Pace:
 
 FULL = Pace()
 QUICK = Pace(error=0.1, case_s=0.1, link_sizes=(2**12, 2**20), link_s=0.1, link_repeats=5,
-             num_random=2, turns=2, final_turns=2, timeout_s=500.0)
+             num_random=2, turns=2, final_turns=2, timeout_s=1200.0)
 
 
 def run_scenario(scenario: Scenario, folder: Path, pace: Pace, *, limited: bool = True,

@@ -45,7 +45,7 @@ from profiler.layer_graph import LayerGraph
 
 __all__ = ["Job", "measure"]
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 MEASURE_S = 300.0
 HOPELESS = 2.0
 """A layout this many times slower than the fastest gets one turn: more would decide nothing."""

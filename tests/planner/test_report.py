@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pty
+import select
+import time
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -205,6 +207,15 @@ def test_progress_line_shows_incumbent_and_bound() -> None:
     assert describe(state).startswith("best - | bound - |")
 
 
+def read_until(terminal: int, wanted: str) -> str:
+    """What the terminal was told, which may come in pieces, up to `wanted` or a minute."""
+    text, end = "", time.monotonic() + 60
+    while wanted not in text and time.monotonic() < end:
+        if select.select([terminal], [], [], 1)[0]:
+            text += os.read(terminal, 10_000).decode()
+    return text
+
+
 def test_progress_line_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress_line(quiet=False) as progress:
         assert progress is None
@@ -217,7 +228,7 @@ def test_progress_line_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
             assert progress is not None
             progress(SimpleNamespace(incumbent_s=2.5, bound_s=2.0, candidates=7, solved=3,
                                      message=""))
-    assert "best 2.500 s | bound 2.000 s" in os.read(main, 10_000).decode()
+        assert "best 2.500 s | bound 2.000 s" in read_until(main, "2.000 s")
     os.close(main)
 
 

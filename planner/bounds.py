@@ -151,8 +151,8 @@ def _bound(coster: Coster, least: _Least, counts: Floats, tp: int, pp: Floats, d
     gradient = trainable * np.where(whole, min(size.reduce_bytes, size.gradient_bytes),
                                     size.gradient_bytes / dp)
     needed = state + gradient + float(counts @ least.activation_bytes)
-    available = pp * max((1 - request.memory_margin) * d.memory_bytes - d.context_bytes
-                         for d in devices)
+    available = pp * max((1 - request.memory_margin) * d.memory_bytes
+                         - coster.device_context_bytes(group) for group, d in enumerate(devices))
     return np.where(needed > available, inf, bound)
 
 
@@ -228,7 +228,7 @@ class CandidateBounds:
         """
         coster, mesh = self.coster, candidate.mesh
         contexts, _ = coster.contexts(mesh)
-        times = candidate.num_micro_batches if mesh.dp_shard > 1 else 1
+        times = coster.times_of(candidate)
         has_window = mesh.pp == 1 and coster.overlaps(mesh)
         key = (contexts, mesh.tp, candidate.micro_batch, times, candidate.each_micro_batch,
                has_window)

@@ -38,7 +38,7 @@ class Run:
 
     inside: what a cut between two of its layers carries (None for a single layer).
     after: what a cut behind its last layer carries (None at the end of the model).
-    input: elements of the activations that its layers alone read: what a checkpoint of one keeps.
+    input: elements of the activations that its layers alone read: what one held whole gathers.
     tied: (group, parameter name) of each tied parameter of its layer; such a run has one layer.
     """
 

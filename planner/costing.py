@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.capabilities import Capabilities, load_capabilities
+from planner.capabilities import Capabilities, RecomputeMode, load_capabilities
 from planner.chain import Chain, Crossing, Run, make_chain
 from planner.cost.collectives import all_gather_seconds, all_reduce_seconds, send_seconds
 from planner.cost.compute import ComputeTimes, Shard, split_degree
@@ -35,14 +35,15 @@ from planner.cost.memory import (
     BLOCK_BYTES,
     ActivationMemory,
     LayerMemory,
-    activation_memory,
     local_parameters,
+    optimizer_temporary_bytes,
     total_memory,
 )
 from planner.division import tie_divides
 from planner.layout import Axis, Choice, Mesh, Schedule
 from planner.link_fits import LinkTable
-from planner.measured import SOURCES, MeasuredLayers, choose_profile
+from planner.measured import MeasuredLayers, choose_profile, slowest
+from planner.measured_memory import most_activations
 from planner.request import Request
 from planner.stacks import load_stack
 from planner.stacks.equipment import equip
@@ -131,6 +132,7 @@ class Coster:
         self.measured = [MeasuredLayers(self.graph, choose_profile(
             self.graph, host.device.name, request.bytes.dtype, host.devices_per_host))
             for host in self.topology.hosts]
+        self._accumulates = any(measured.accumulates for measured in self.measured)
         self._placements: dict[tuple[tuple[int, ...], int], Placement] = {}
         self._compute: dict[tuple[str, Shard, int], ComputeTimes] = {}
         self._layers: dict[object, LayerCost] = {}
@@ -209,7 +211,7 @@ class Coster:
             device_groups=kinds,
             group=group,
             capacity_bytes=min(int(d.memory_bytes * margin) for d in devices),
-            context_bytes=max(d.context_bytes for d in devices),
+            context_bytes=max(self.device_context_bytes(g) for g in kinds),
             communicator_bytes=max(d.communicator_bytes for d in devices) * communicators))
 
     # --- layers
@@ -246,17 +248,12 @@ class Coster:
                 self._compute[key] = self.measured[group].seconds(
                     kind, shard, self.topology.hosts[group].device)
             times.append(self._compute[key])
-        if len(times) == 1:
-            return times[0]
-        return ComputeTimes(
-            forward_s=max(t.forward_s for t in times),
-            backward_s=max(t.backward_s for t in times),
-            recompute_selective_s=max(t.recompute_selective_s for t in times),
-            recompute_full_s=max(t.recompute_full_s for t in times),
-            source=max((t.source for t in times), key=SOURCES.index),
-            host_forward_s=max(t.host_forward_s for t in times),
-            host_backward_s=max(t.host_backward_s for t in times),
-            host_selective_s=max(t.host_selective_s for t in times))
+        return slowest(times)
+
+    def times_of(self, candidate: Candidate) -> int:
+        """The micro-batches that the costs of a layer depend on; 1 where they do not."""
+        depends = self._accumulates or candidate.mesh.dp_shard > 1
+        return candidate.num_micro_batches if depends else 1
 
     def stream_bytes_per_s(self, group: int) -> tuple[float, float]:
         """Bytes per second of the optimizer step and of the gradient norm on a host group."""
@@ -279,8 +276,7 @@ class Coster:
     def layer(self, run: Run, choice: Choice, candidate: Candidate, context: RankContext
               ) -> LayerCost:
         """The cost of one layer of a run."""
-        key = (run.first, choice, context, candidate.micro_batch,
-               candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1,
+        key = (run.first, choice, context, candidate.micro_batch, self.times_of(candidate),
                candidate.each_micro_batch, candidate.unsharded_gradients, candidate.mesh.tp)
         cost = self._layers.get(key)
         if cost is None:
@@ -329,7 +325,8 @@ class Coster:
                 self.activations(run, choice, candidate.micro_batch, mesh.tp),
                 self.local_parameters(run, mesh.tp if choice.tensor_parallel else 1),
                 self.graph.kinds[run.kind].buffer_bytes, choice, request=self.request,
-                dp_shard=mesh.dp_shard, unsharded_gradients=whole)
+                dp_shard=mesh.dp_shard, unsharded_gradients=whole,
+                temporary_bytes=self.temporary_bytes)
         return memory
 
     def activations(self, run: Run, choice: Choice, micro_batch: int, tp: int) -> ActivationMemory:
@@ -337,10 +334,30 @@ class Coster:
         key = (run.first, choice.recompute, choice.tensor_parallel, micro_batch, tp)
         found = self._activations.get(key)
         if found is None:
-            found = self._activations[key] = activation_memory(
-                self.graph.kinds[run.kind], choice.recompute,
-                self.shard(micro_batch, tp, choice), run.input)
+            found = self._activations[key] = self.activations_of(
+                run.kind, choice.recompute, self.shard(micro_batch, tp, choice))
         return found
+
+    def activations_of(self, kind: str, recompute: RecomputeMode, shard: Shard
+                       ) -> ActivationMemory:
+        """The most on any device kind, each by what is measured first."""
+        return most_activations(self.graph.kinds[kind], recompute, shard,
+                                [measured.memory(kind, shard) for measured in self.measured])
+
+    def has_measured_memory(self, kind: str, shard: Shard) -> bool:
+        """Whether the bytes of a layer are measured on every device kind."""
+        return all(measured.memory(kind, shard) is not None for measured in self.measured)
+
+    @functools.cached_property
+    def temporary_bytes(self) -> float | None:
+        """Of the optimizer step for one parameter, if measured on every device kind: the most."""
+        found = [measured.temporary_bytes(self.request) for measured in self.measured]
+        return None if None in found else max(x for x in found if x is not None)
+
+    def device_context_bytes(self, group: int) -> int:
+        """What a process on a host group holds before it allocates, by what is measured first."""
+        return (self.measured[group].context_bytes
+                or self.topology.hosts[group].device.context_bytes)
 
     def local_parameters(self, run: Run, tp: int) -> tuple[int, int]:
         """(trainable, frozen) parameters of one layer of a run on one rank, tied ones left out."""
@@ -408,7 +425,8 @@ class Coster:
         stored = (trainable * size.stored_bytes + frozen * size.compute_bytes) / shard
         has_copy = shard > 1 or (size.has_compute_copy and trainable > 0)
         copy = (trainable + frozen) * size.compute_bytes if has_copy else 0
-        temporary = 0 if self.request.fused_optimizer else trainable * size.stored_bytes / shard
+        temporary = trainable / shard * optimizer_temporary_bytes(self.request,
+                                                                  self.temporary_bytes)
         blocks = [-(-int(x) // BLOCK_BYTES) * BLOCK_BYTES
                   for x in (gradient + state + stored + copy, temporary)]
         return TieCost(static_bytes=blocks[0], temporary_bytes=blocks[1], parameters=parameters)

@@ -43,14 +43,8 @@ def kv_parameters(kind: LayerKind) -> tuple[str, ...]:
 
 
 def kv_copies(kind: LayerKind, tp: int) -> int:
-    """Ranks that compute each KV head, where there are fewer of them than ranks; else 1.
-
-    Each rank then holds the parameters of all KV heads, and computes with those of its own.
-    """
-    split = kind.tensor_parallel
-    if split is None or not split.kv_parameters:
-        return 1
-    return max(1, tp // split.divides.get("kv_heads", tp))
+    """Ranks that compute each KV head; 1 where nothing is divided by heads."""
+    return 1 if kind.tensor_parallel is None else kind.tensor_parallel.kv_copies(tp)
 
 
 def tie_divides(graph: LayerGraph, group: int, tp: int, capabilities: Capabilities) -> bool:

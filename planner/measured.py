@@ -1,4 +1,4 @@
-"""Measured seconds of a LayerGraph's profiles, as the cost functions take them.
+"""Measured seconds and bytes of a LayerGraph's profiles, as the cost functions take them.
 
 Between measured sizes, at one tensor-parallel degree:
 
@@ -7,6 +7,7 @@ Between measured sizes, at one tensor-parallel degree:
 
 Outside the measured sizes the analytic form is taken times what the nearest measured size took of
 its own analytic form, and called extrapolated; a kind that was not measured at all is analytic.
+Bytes go between sizes as seconds do; outside they are as traced, which is exact in both sizes.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from dataclasses import replace
 from math import log
 
 from planner.cost.compute import ComputeTimes, Shard, Source, layer_compute
+from planner.measured_memory import BytesRow, bytes_row
 from planner.request import Request
 from profiler.device import Device
 from profiler.layer_graph import LayerGraph
 from profiler.profile import LayerSeconds, Profile, UpdateSeconds
 
-__all__ = ["SOURCES", "MeasuredLayers", "choose_profile"]
+__all__ = ["SOURCES", "MeasuredLayers", "choose_profile", "slowest"]
 
 SOURCES: tuple[Source, ...] = ("measured", "extrapolated", "analytic")
 """From the best to the least known."""
 
-Row = tuple[float, float, float, float]
+Row = tuple[float, ...]
 """forward, backward, recompute selective, recompute full."""
 
 
@@ -50,19 +52,56 @@ class MeasuredLayers:
         for row in profile.layers if profile is not None else ():
             by_length = self._rows.setdefault((row.kind, row.tensor_parallel), {})
             by_length.setdefault(row.seq_len, {})[row.micro_batch] = _values(row)
+        self._accumulate = {(row.kind, row.tensor_parallel): row.accumulate_s
+                            for row in (profile.layers if profile is not None else ())
+                            if row.accumulate_s is not None}
+        self._bytes: dict[tuple[str, int], dict[int, dict[int, Row]]] = {}
+        for held in profile.memory if profile is not None else ():
+            by_length = self._bytes.setdefault((held.kind, held.tensor_parallel), {})
+            by_length.setdefault(held.seq_len, {})[held.micro_batch] = bytes_row(held)
 
     def times(self, kind: str, shard: Shard) -> ComputeTimes | None:
         """Seconds of one rank's share of a layer; None where they are not measured."""
+        values = self._found(self._rows, kind, shard)
+        if values is None:
+            return None
+        return replace(_times(values, "measured"), accumulate_s=self._accumulation(kind, shard))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether adding gradients over micro-batches is measured."""
+        return any(self._accumulate.values())
+
+    def _accumulation(self, kind: str, shard: Shard) -> float:
+        """It depends on the parameters alone; of the nearest degree, by how many a rank holds."""
+        tp = 1 if kind in self._whole else shard.tp
+        known = [degree for name, degree in self._accumulate if name == kind]
+        if not known:
+            return 0.0
+        nearest = min(known, key=lambda degree: abs(log(degree / tp)))
+        return self._accumulate[kind, nearest] * nearest / tp
+
+    def memory(self, kind: str, shard: Shard) -> BytesRow | None:
+        """Bytes of one rank's share of a layer; None where they are not measured."""
+        return self._found(self._bytes, kind, shard)
+
+    def _found(self, table: dict[tuple[str, int], dict[int, dict[int, Row]]], kind: str,
+               shard: Shard) -> Row | None:
         tp = 1 if kind in self._whole else shard.tp
         if tp > 1 and not shard.sequence_parallel:
             return None  # shards are measured with sequence parallelism
-        by_length = self._rows.get((kind, tp))
-        if not by_length:
-            return None
-        values = _at_length(by_length, shard.seq_len, shard.micro_batch)
-        if values is None:
-            return None
-        return _times(values, "measured")
+        by_length = table.get((kind, tp))
+        return _at_length(by_length, shard.seq_len, shard.micro_batch) if by_length else None
+
+    def temporary_bytes(self, request: Request) -> float | None:
+        """What the optimizer step allocates for one parameter, if it is measured."""
+        update = self.update(request)
+        return None if update is None else update.temporary_bytes / update.num_parameters
+
+    @property
+    def context_bytes(self) -> int | None:
+        """What a process holds of the device before it allocates, if it is measured."""
+        return (self.profile.context_bytes or None) if self.profile is not None else None
 
     def seconds(self, kind: str, shard: Shard, device: Device) -> ComputeTimes:
         """Seconds of one rank's share of a layer, by the best that is known."""
@@ -78,7 +117,8 @@ class MeasuredLayers:
         forward, backward, selective, full = (
             value * (ours / theirs if theirs > 0 else 1.0) for value, ours, theirs in
             zip(values, _row(analytic), _row(its_own), strict=True))
-        return _times((forward, backward, selective, full), "extrapolated")
+        return replace(_times((forward, backward, selective, full), "extrapolated"),
+                       accumulate_s=self._accumulation(kind, shard))
 
     def _nearest(self, kind: str, shard: Shard) -> tuple[Shard, Row] | None:
         """The measured size that is nearest by ratios, a degree counting twice."""
@@ -111,6 +151,15 @@ class MeasuredLayers:
         return self.profile is not None and "cuda" in self.profile.versions
 
 
+def slowest(times: Sequence[ComputeTimes]) -> ComputeTimes:
+    """Of one layer on several device kinds: the most of each part, and the worst source."""
+    if len(times) == 1:
+        return times[0]
+    names = [name for name in ComputeTimes.__dataclass_fields__ if name != "source"]
+    return ComputeTimes(source=max((t.source for t in times), key=SOURCES.index),
+                        **{name: max(getattr(t, name) for t in times) for name in names})
+
+
 def _times(values: Row, source: Source) -> ComputeTimes:
     forward, backward, selective, full = values
     return ComputeTimes(forward_s=forward, backward_s=backward, recompute_selective_s=selective,
@@ -137,8 +186,7 @@ def _neighbours(known: Sequence[int], wanted: int) -> tuple[int, int] | None:
 
 
 def _between(low: Row, high: Row, weight: float) -> Row:
-    a, b, c, d = ((1 - weight) * x + weight * y for x, y in zip(low, high, strict=True))
-    return a, b, c, d
+    return tuple((1 - weight) * x + weight * y for x, y in zip(low, high, strict=True))
 
 
 def _at_batch(by_batch: dict[int, Row], micro_batch: int) -> Row | None:
@@ -166,5 +214,4 @@ def _at_length(by_length: dict[int, dict[int, Row]], seq_len: int, micro_batch: 
 
 
 def _scaled(row: Row, factor: float) -> Row:
-    a, b, c, d = row
-    return a * factor, b * factor, c * factor, d * factor
+    return tuple(value * factor for value in row)

@@ -226,8 +226,9 @@ def _options(coster: Coster, candidate: Candidate, contexts: tuple[RankContext, 
     """The undominated options of every run; candidates that differ only in pp often share them."""
     times = candidate.num_micro_batches if candidate.mesh.dp_shard > 1 else 1  # 1 is the strictest
     window_times = None if not overlaps else times if candidate.mesh.pp == 1 else 0
-    key = (contexts, candidate.mesh.tp, candidate.mesh.dp_shard, candidate.micro_batch, times,
-           candidate.each_micro_batch, candidate.unsharded_gradients, window_times)
+    key = (contexts, candidate.mesh.tp, candidate.mesh.dp_shard, candidate.micro_batch,
+           coster.times_of(candidate), candidate.each_micro_batch, candidate.unsharded_gradients,
+           window_times)
     if key not in coster.option_cache:
         coster.option_cache[key] = tuple(
             _undominated([

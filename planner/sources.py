@@ -1,5 +1,7 @@
 """How each term of a prediction was obtained, and how much of the step was measured.
 
+Memory that has no entry of its own (parameters, gradients, states) is as traced.
+
 A term is measured if all in it is, extrapolated if some of it lies outside the measured sizes,
 analytic if nothing of it was measured, and otherwise a mixture, with its measured share.
 """
@@ -24,7 +26,7 @@ _COMPUTE = ("forward_compute", "backward_compute", "recompute")
 
 def measured_sources(coster: Coster, layout: Layout, candidate: Candidate,
                      terms_s: dict[str, float]) -> tuple[dict[str, str], float]:
-    """(source of each term, share of the step that is measured)."""
+    """(source of each term, share of the step's time that is measured)."""
     if coster.links is None and all(layers.profile is None for layers in coster.measured):
         return {"compute": "analytic", "collectives": "analytic", "memory": "traced"}, 0.0
     compute = _compute(coster, layout, candidate)
@@ -36,7 +38,7 @@ def measured_sources(coster: Coster, layout: Layout, candidate: Candidate,
     running = [name for name in (*_COMPUTE, "tensor_parallel_collectives", "parameter_gather",
                                  "pipeline_receive") if terms_s.get(name)]
     shares["pipeline_bubble"] = _mixed((terms_s[name], shares[name]) for name in running)
-    sources = {"memory": "traced"}
+    sources = _memory(coster, layout, candidate)
     measured = 0.0
     for name, seconds in terms_s.items():
         found = _normal(shares.get(name, {"analytic": 1.0}))
@@ -58,6 +60,23 @@ def _compute(coster: Coster, layout: Layout, candidate: Candidate) -> Shares:
             shares[times.source] = (shares.get(times.source, 0.0)
                                     + times.forward_s + times.backward_s)
     return shares
+
+
+def _memory(coster: Coster, layout: Layout, candidate: Candidate) -> dict[str, str]:
+    """Of the terms of memory: activations by the bytes of all layers on their ranks."""
+    shares: Shares = {}
+    for stage in layout.stages:
+        for layer, choice in stage.iter_layers():
+            shard = coster.shard(candidate.micro_batch, layout.mesh.tp, choice)
+            kind = coster.graph.layers[layer].kind
+            how = "measured" if coster.has_measured_memory(kind, shard) else "traced"
+            held = coster.activations_of(kind, choice.recompute, shard)
+            shares[how] = shares.get(how, 0.0) + held.saved_bytes + held.working_set_bytes
+    contexts = {layers.context_bytes is not None for layers in coster.measured}
+    return {"memory": "traced", "activations": _words(_normal(shares)),
+            "working_set": _words(_normal(shares)),
+            "optimizer_temporaries": "analytic" if coster.temporary_bytes is None else "measured",
+            "context": "measured" if contexts == {True} else "device file"}
 
 
 def _links(coster: Coster, layout: Layout, candidate: Candidate) -> dict[str, Shares]:

@@ -106,7 +106,7 @@ class Op:
     causal. Elements moved (read + written) are of the compute dtype; bytes moved are of
     tensors whose dtype is fixed (indices, masks, float32 statistics). Backward covers both
     gradients. kept_by_selective: selective recompute does not run it again; None: as its kind is
-    (matmuls, attention and convolutions are kept).
+    (matmuls and attention are kept).
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -149,8 +149,9 @@ class Parameter:
 class TensorGroup:
     """Activation tensors alive together: `bytes_per_element` is None for the compute dtype.
 
-    is_outside: kept by work outside of the layer's module (a loss), which no recompute of the layer
-        repeats.
+    is_outside: kept by work outside of the layer's module (a loss), or made there and given to many
+        layers (rotary tables), so that no recompute of the layer frees it.
+    is_copy: in float32 of a tensor that is kept as well: none where the compute dtype is float32.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -162,9 +163,12 @@ class TensorGroup:
     kept_by_selective: bool = False
     is_input: bool = False
     is_outside: bool = False
+    is_copy: bool = False
 
     def bytes_at(self, micro_batch: int, seq_len: int, compute_bytes: int) -> int:
         """Bytes of the whole (undivided) tensors."""
+        if self.is_copy and compute_bytes == 4:
+            return 0
         return self.elements.at(micro_batch, seq_len) * (self.bytes_per_element or compute_bytes)
 
 
@@ -191,16 +195,25 @@ class TensorParallel:
     callers: tuple[Name, ...] = ()
     kv_parameters: tuple[Name, ...] = ()
 
+    def kv_copies(self, degree: int) -> int:
+        """Ranks that compute each KV head, where there are fewer of them than ranks; else 1.
+
+        Each rank then holds the parameters of all KV heads, and computes with those of its own.
+        """
+        if not self.kv_parameters:
+            return 1
+        return max(1, degree // self.divides.get("kv_heads", degree))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
     """All that layers of one signature have in common.
 
     saved: what autograd keeps from forward to backward, each storage once, parameters excluded.
-    inputs: the activations that enter the layer (each storage at its first reader), which full
-    recompute keeps whether or not autograd does.
+    inputs: the activations that the layer's module is given (each storage at its first reader),
+    which full recompute keeps whether or not autograd does; none where it has no backward.
     kept_only_by_selective: outputs of matmuls and attention that autograd does not keep and a
-    selective-checkpoint policy that saves every such output does.
+    selective-checkpoint policy that saves every such output does; not what another layer is given.
     forward_working_set / backward_working_set: what is alive besides `saved`, parameters and the
     parameter gradients when forward / backward of this layer is at its peak.
     batch_statistics: it normalizes by statistics of the whole batch (batch normalization).

@@ -215,8 +215,8 @@ class Measurement:
         own = [samples.median("forward"), samples.median("backward"),
                *(samples.difference(part, "backward") if part in samples.parts else 0.0
                  for part in ("backward_selective", "backward_full")),
-               spread(samples.total(("forward", "backward"))), *more]
-        forward, backward, selective, full, width, *more_s = self.team.mean(own)
+               spread(samples.total(("forward", "backward"))), samples.median("accumulate"), *more]
+        forward, backward, selective, full, width, accumulate, *more_s = self.team.mean(own)
         where: Any = {"kind": kind, "micro_batch": case.micro_batch, "seq_len": case.seq_len,
                  "tensor_parallel": case.tensor_parallel}
         if outside is None and self._outside_matters(case, kind):
@@ -226,7 +226,8 @@ class Measurement:
         row = LayerSeconds(
             **where, forward_s=forward + more_s[0], backward_s=backward + more_s[1],
             recompute_selective_s=selective, recompute_full_s=full, outside_s=sum(more_s),
-            spread=width, num_repeats=len(samples.parts["forward"]), settled=settled)
+            accumulate_s=accumulate, spread=width, num_repeats=len(samples.parts["forward"]),
+            settled=settled)
         found = self.done.memory
         if memory is not None:
             found = (*found, LayerBytes(

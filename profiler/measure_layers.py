@@ -57,9 +57,11 @@ def work_seconds(work: Work, clock: Clock, budget: Budget, agree: Callable[[bool
                  modes: tuple[str, ...] = MODES) -> tuple[Samples, bool]:
     """Repeats of every mode in turn, so that what disturbs one disturbs all.
 
-    Parts are "forward" and "backward" (of mode none) and "backward_selective", "backward_full".
+    Parts are "forward" and "backward" (of mode none), "backward_selective", "backward_full", and
+    "accumulate": adding the new gradients to earlier ones, as autograd does.
     """
     seeds = _Seeds()
+    earlier: list[torch.Tensor] = []
 
     def once() -> dict[str, float]:
         found: dict[str, float] = {}
@@ -67,8 +69,10 @@ def work_seconds(work: Work, clock: Clock, budget: Budget, agree: Callable[[bool
             forward, backward = _pass(work, mode, clock, seeds)
             if mode == "none":
                 found["forward"], found["backward"] = forward, backward
+                found["accumulate"] = _accumulate(work, clock, earlier)
             else:
                 found[f"backward_{mode}"] = backward
+            work.forget_gradients()
         return found
 
     with _collector_off():
@@ -104,8 +108,19 @@ def _pass(work: Work, mode: str, clock: Clock, seeds: _Seeds) -> tuple[float, fl
     begin_backward = clock.mark()
     torch.autograd.backward(results, grads)
     end_backward = clock.mark()
-    work.forget_gradients()
     return clock.between(begin, end), clock.between(begin_backward, end_backward)
+
+
+def _accumulate(work: Work, clock: Clock, earlier: list[torch.Tensor]) -> float:
+    """Seconds of adding the gradients of the layer to `earlier`, which the first call makes."""
+    made = [p.grad for p in work.module.parameters() if p.grad is not None]
+    if not earlier:
+        earlier.extend(torch.zeros_like(grad) for grad in made)
+    begin = clock.mark()
+    for total, grad in zip(earlier, made, strict=True):
+        total.add_(grad)
+    end = clock.mark()
+    return clock.between(begin, end)
 
 
 def _touch(args: Any, kwargs: Any) -> None:
@@ -180,14 +195,34 @@ def work_bytes(work: Work, device: torch.device) -> Bytes:
         del nodes, grads, args, kwargs
     args, kwargs = work.make_arguments()
     results = work.run("none", args, kwargs)
-    grads = [torch.full_like(t, 1e-3) for t in results]
+    end = _Incoming.apply(*results) if results else None
+    hooks = [p.register_post_accumulate_grad_hook(_forget) for p in work.module.parameters()
+             if p.requires_grad]
+    del results
     meter = MemoryMeter(device)
     with meter:
-        if results:
-            torch.autograd.backward(results, grads)
-    gradients = sum(p.grad.untyped_storage().nbytes() for p in work.module.parameters()
-                    if p.grad is not None)
-    work.forget_gradients()
+        if end is not None:
+            end.backward()
+    for hook in hooks:
+        hook.remove()
     return Bytes(saved=saved_tensors(work), kept=kept, forward_peak_bytes=peaks[0],
-                 backward_peak_bytes=max(kept["none"],
-                                         kept["none"] + meter.peak_bytes - gradients))
+                 backward_peak_bytes=kept["none"] + max(0, meter.peak_bytes))
+
+
+class _Incoming(torch.autograd.Function):  # type: ignore[misc]
+    """Stands for the layers that follow: its backward makes the gradients of the results."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(t.shape, t.dtype) for t in results]
+        return results[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.full(shape, 1e-3, dtype=dtype, device=grad.device)
+                     for shape, dtype in ctx.like)
+
+
+def _forget(parameter: torch.Tensor) -> None:
+    """A parameter's gradient is counted with the gradients, but for the moment it is made in."""
+    parameter.grad = None

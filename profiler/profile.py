@@ -28,6 +28,7 @@ class LayerSeconds:
     tensor_parallel: the degree whose rank 0 was measured, collectives taken out.
     recompute_*: what backward takes longer with that recompute.
     outside_s: the part of forward and backward that is work outside of the layer's module.
+    accumulate_s: adding the layer's gradients to those of micro-batches before; None: not measured.
     settled: whether the error of the median came below what was asked for.
     """
 
@@ -42,6 +43,7 @@ class LayerSeconds:
     recompute_selective_s: Seconds
     recompute_full_s: Seconds
     outside_s: Seconds = 0.0
+    accumulate_s: Seconds | None = None
     spread: Annotated[float, Ge(0), Le(1e6)]
     num_repeats: Count
     settled: bool = True

@@ -1,8 +1,10 @@
 """A layer as rank 0 of a tensor-parallel group of t, on one device.
 
 Parameters are cut as the LayerGraph says (`Parameter.split`), modules as `profiler/families.py`
-knows, between divided matmuls under sequence parallelism: what the executor runs. Collectives take
-no time and move nothing; the local work beside them is done:
+knows, between divided matmuls under sequence parallelism: what the executor runs. Where there are
+fewer KV heads than ranks, parameters of keys and values are whole, a part of them computes, and
+their gradient is whole. Collectives take no time and move nothing; the local work beside them is
+done:
 
     gather           the gathered tensor is read from a buffer of its size, and its pieces are put
                      in order (a copy, if the micro-batch has several samples)
@@ -119,24 +121,33 @@ def divided(module: nn.Module, kind: LayerKind, group: Emulation, device: torch.
     cut = copy.deepcopy(module, {id(p): p for p in module.parameters()})
     own = dict(cut.named_parameters(remove_duplicate=False))
     split_of = {id(own[name]): split for name, split in splits.items() if name in own}
+    copies = kind.tensor_parallel.kv_copies(group.degree) if kind.tensor_parallel else 1
+    shared = kind.tensor_parallel.kv_parameters if kind.tensor_parallel and copies > 1 else ()
     found: dict[str, dict[str, Parameter]] = {}
+    sliced: dict[str, dict[str, int]] = {}
     for path, inner in cut.named_modules():
         for name, parameter in list(inner._parameters.items()):
             if parameter is not None and id(parameter) in split_of:
                 split = split_of[id(parameter)]
                 found.setdefault(path, {})[name] = split
-                inner._parameters[name] = _shard(parameter, split.split_dim, group.degree)
+                if split.name in shared:
+                    sliced.setdefault(path, {})[name] = split.split_dim or 0
+                else:
+                    inner._parameters[name] = _shard(parameter, split.split_dim, group.degree)
     real = materialise(cut, device)
     if splits:
         for path, inner in list(real.named_modules()):
-            _change(inner, found.get(path, {}), group)
+            _change(inner, found.get(path, {}), group, copies)
+            if path in sliced:
+                _use_slices(inner, sliced[path], group.degree // copies)
     return real
 
 
 def _check_degree(kind: LayerKind, degree: int) -> None:
-    divides = kind.tensor_parallel.divides if kind.tensor_parallel is not None else {}
-    wrong = [f"{name} {size}" for name, size in divides.items()
-             if size % degree and name != "vocabulary"]
+    split = kind.tensor_parallel
+    wrong = [f"{name} {size}" for name, size in (split.divides if split else {}).items()
+             if size % degree and name != "vocabulary" and not (
+                 name == "kv_heads" and split and split.kv_parameters and degree % size == 0)]
     if wrong:
         raise CannotDivide(f"degree {degree} does not divide {', '.join(wrong)}")
 
@@ -162,10 +173,30 @@ def _shard(parameter: nn.Parameter, dim: int | None, degree: int) -> nn.Paramete
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
-def _change(module: nn.Module, split_of: Mapping[str, Parameter], group: Emulation) -> None:
+def _use_slices(module: nn.Module, dims: Mapping[str, int], count: int) -> None:
+    """While `module` runs, some of its parameters are the first of `count` parts of them."""
+    forward = module.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = vars(module)  # found before `_parameters`, which stays as it is
+        for name, dim in dims.items():
+            own[name] = module._parameters[name].chunk(count, dim)[0]  # type: ignore[union-attr]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for name in dims:
+                own.pop(name, None)
+    vars(module)["forward"] = call
+
+
+def _change(module: nn.Module, split_of: Mapping[str, Parameter], group: Emulation, copies: int
+            ) -> None:
     """Make a module's own code work on shards; the same cases as in the executor."""
     family = FAMILIES.get(type(module).__name__)
     if family is not None:
+        for attribute in family.group_attributes:
+            if hasattr(module, attribute):
+                setattr(module, attribute, getattr(module, attribute) // copies)
         for attribute in family.divided_attributes:
             setattr(module, attribute, getattr(module, attribute) // group.degree)
         if family.gathers_input:

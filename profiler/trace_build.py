@@ -106,44 +106,62 @@ class _Builder:
 
     # ---- kinds ----
 
-    def _kept(self) -> list[list[int]]:
-        """The saved storages that each layer answers for, every storage at one layer."""
+    def _kept(self) -> list[dict[int, bool]]:
+        """The saved storages that each layer answers for, every storage at one layer, and whether
+        they stay whatever that layer recomputes: made and kept outside of its module."""
         storages = self.runs[0].storages
         savers: dict[int | tuple[int, int], list[tuple[int, int]]] = {}
         for view in self.views:
             for saved in view.saved:
                 savers.setdefault(view.actual[saved], []).append((view.index, saved))
-        kept: list[list[int]] = [[] for _ in self.views]
+        kept: list[dict[int, bool]] = [{} for _ in self.views]
         for actual, places in savers.items():
             layer, saved = places[0]
+            stays = saved in self.views[layer].saved_outside
             if isinstance(actual, int):
                 storage = storages[actual]
                 if not storage.external and not storage.derived:
-                    layer = storage.layer
+                    layer = storage.layer  # a table that many layers may be given
                     saved = self.views[layer].names.get(actual, actual)
+                    stays = (not self._made_inside(self.views[layer], saved)
+                             or any(place[0] != layer for place in places))
                 else:
                     outer = [place for place in places
                              if not self.views[place[0]].is_own(storage)]
                     layer, saved = outer[0] if outer else places[0]
-            kept[layer].append(saved)
+                    stays = saved in self.views[layer].saved_outside
+            kept[layer][saved] = stays
         return kept
 
+    def _made_inside(self, view: LayerView, storage: int) -> bool:
+        """Whether the module of a layer made a storage, as the layer's view names it."""
+        made = self.runs[0].storages[storage]
+        return (view.is_own(made) and made.creator is not None
+                and self.runs[0].ops[made.creator].inside)
+
     def _entering(self) -> list[list[int]]:
-        """The storages that enter each layer from others or the sample, at their first reader."""
-        storages = self.runs[0].storages
-        parameters, seen = set(self.runs[0].parameters), set[int]()
+        """The storages that the module of each layer is given, at their first reader.
+
+        They are what a checkpoint of the layer keeps, so that they are none where the layer has no
+        backward, and tables that depend on no sample are at the layer that made them.
+        """
+        ignored, seen = set(self.runs[0].parameters) | self.runs[0].buffers, set[int]()
         entering: list[list[int]] = []
-        for view in self.views:
-            own = dict.fromkeys(use.storage for _, op in view.forward for use in op.reads
-                                if storages[use.storage].learned | (
-                                    storages[use.storage].external
-                                    and storages[use.storage].derived)
-                                and use.storage not in parameters
-                                and not view.is_own(storages[use.storage]))
-            fresh = [s for s in own if view.back.get(s, s) not in seen]
+        for view, kept in zip(self.views, self._kept(), strict=True):
+            read = dict.fromkeys(use.storage for _, op in view.forward if op.inside
+                                 for use in op.reads if view.backward)
+            fresh = [s for s in read if s not in ignored and self._enters(view, s)
+                     and not kept.get(s, False) and view.back.get(s, s) not in seen]
             seen |= {view.back.get(s, s) for s in fresh}
             entering.append(fresh)
         return entering
+
+    def _enters(self, view: LayerView, storage: int) -> bool:
+        """Whether a layer's module is given an activation, and does not make it."""
+        made = self.runs[0].storages[storage]
+        if view.is_own(made):
+            return made.derived and not self._made_inside(view, storage)
+        return made.learned or (made.external and made.derived)
 
     def kinds(self) -> tuple[dict[str, LayerKind], list[str]]:
         """Every distinct kind, and the name of each layer's."""
@@ -154,6 +172,8 @@ class _Builder:
             vocabulary, tables = None, set()
         kept, places, buffers = self._kept(), self.places(), self._buffer_bytes()
         inputs = self._entering()
+        entered = {view.back.get(s, s) for view, own in zip(self.views, inputs, strict=True)
+                   for s in own}
         saved = {actual for view in self.views for actual in view.actual.values()}
         names: dict[Any, str] = {}
         kinds: dict[str, LayerKind] = {}
@@ -161,7 +181,7 @@ class _Builder:
         result = []
         for view in self.views:
             outside = tuple(k for k, op in view.forward if not op.inside)
-            key = (view.like, outside, tuple(kept[view.index]),
+            key = (view.like, outside, tuple(kept[view.index].items()),
                    tuple(inputs[view.index]), buffers[view.index],
                    tuple((p.name, p.trainable) for p in places[view.index]))
             if key not in names:
@@ -171,9 +191,10 @@ class _Builder:
                 touched = {use.storage for _, op in view.forward + view.backward
                            for use in op.reads + op.writes}
                 anywhere = set(view.saved) | {s for s in touched if view.back.get(s, s) in saved}
+                passed = {s for s in touched if view.back.get(s, s) in entered}
                 kind = LayerCosts(
                     self.runs, self.fit, view, splits, self._renamed(places, view), buffers[
-                        view.index], kept[view.index], inputs[view.index], anywhere,
+                        view.index], kept[view.index], inputs[view.index], anywhere, passed,
                     self.is_tokens, self.reference, self.modules[view.path]).kind()
                 names[key] = self._name(kind, view, kinds, by_digest)
             result.append(names[key])

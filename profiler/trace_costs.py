@@ -51,7 +51,8 @@ class ParameterPlace:
 class LayerCosts:
     """Prices one layer from all runs.
 
-    kept, inputs: the saved storages, and those that enter, that this layer answers for.
+    kept, inputs: the saved storages (and whether they stay whatever is recomputed), and those that
+        enter, that this layer answers for. passed: those that some layer's module is given.
     """
 
     runs: Sequence[Run]
@@ -60,9 +61,10 @@ class LayerCosts:
     splits: Splits
     parameters: Sequence[ParameterPlace]
     buffer_bytes: int
-    kept: Collection[int]
+    kept: dict[int, bool]
     inputs: Collection[int]
     saved_anywhere: Collection[int]
+    passed: Collection[int]
     is_tokens: bool
     reference: tuple[int, int]
     module: nn.Module
@@ -209,6 +211,15 @@ class LayerCosts:
             return None
         return self.runs[0].ops[made.creator]
 
+    def _is_copy(self, storage: int) -> bool:
+        """Whether it is a copy in float32 of a tensor of the compute dtype that is saved too."""
+        producer, made = self._producer(storage), self._storages[storage]
+        if producer is None or producer.name != "_to_copy" or not made.fixed_dtype:
+            return False
+        source = producer.reads[0].storage
+        return (made.itemsize == 4 and not self._storages[source].fixed_dtype
+                and source in self.saved_anywhere)
+
     def _is_product(self, storage: int) -> bool:
         producer = self._producer(storage)
         return producer is not None and kind_of_op(producer) in {"matmul", "attention"}
@@ -232,17 +243,23 @@ class LayerCosts:
             size = made.itemsize if made.fixed_dtype else None
             key = (name, self._storage_split(storage), size,
                    by_module and self._is_product(storage), by_module and is_input,
-                   by_module and not is_input and storage in self.view.saved_outside)
+                   by_module and self.kept.get(storage, False),
+                   by_module and self._is_copy(storage))
             groups.setdefault(key, []).append(storage)
         return tuple(
             TensorGroup(name=name, split=split, bytes_per_element=size, kept_by_selective=product,
-                        is_input=is_input, is_outside=outside, elements=self._size(members))
-            for (name, split, size, product, is_input, outside), members in groups.items())
+                        is_input=is_input, is_outside=outside, is_copy=is_copy,
+                        elements=self._size(members))
+            for (name, split, size, product, is_input, outside, is_copy), members
+            in groups.items())
 
     def _kept_only_by_selective(self) -> tuple[TensorGroup, ...]:
+        """Of the module alone, and nothing where it has no backward; what another layer is given,
+        that one keeps."""
         extra = {use.storage: None for _, op in self.view.forward
-                 if kind_of_op(op) in {"matmul", "attention"} for use in op.writes
-                 if use.storage not in self.saved_anywhere}
+                 if op.inside and kind_of_op(op) in {"matmul", "attention"} for use in op.writes
+                 if self.view.backward and use.storage not in self.saved_anywhere
+                 and use.storage not in self.passed}
         return self._groups(extra, by_module=True)
 
     def _working_set(self, ops: Sequence[tuple[int, RawOp]], *,

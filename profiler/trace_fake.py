@@ -148,7 +148,8 @@ def is_experts(module: nn.Module) -> bool:
 
 def balanced_experts(module: Any, recorder: Recorder, hidden: torch.Tensor, index: torch.Tensor,
                      weights: torch.Tensor) -> torch.Tensor:
-    """What the experts compute when every expert is chosen equally often.
+    """What the experts compute when every expert is chosen equally often, in the form of the
+    grouped matmul of transformers 5 (integrations/moe.py, grouped_mm_experts_forward).
 
     hidden (tokens, width); index and weights (tokens, top_k).
     """
@@ -158,7 +159,7 @@ def balanced_experts(module: Any, recorder: Recorder, hidden: torch.Tensor, inde
     gate_up, down = (weight if transposed else weight.transpose(1, 2)
                      for weight in (module.gate_up_proj, module.down_proj))
     order = index.flatten().argsort()
-    token = order // top_k
+    token, back = order // top_k, order.argsort()
     rows = hidden.index_select(0, token).view(num_experts, -1, width)
     with recorder.experts(hidden):
         inner = torch.bmm(rows, gate_up)
@@ -167,5 +168,6 @@ def balanced_experts(module: Any, recorder: Recorder, hidden: torch.Tensor, inde
         out = torch.bmm(module._apply_gate(inner), down)
     if has_bias:
         out = out + module.down_proj_bias.unsqueeze(1)
-    out = (out.view(-1, width) * weights.flatten()[order].unsqueeze(-1)).to(hidden.dtype)
-    return torch.zeros_like(hidden).index_add(0, token, out)
+    out = out.view(-1, width) * weights.flatten()[order].unsqueeze(-1)
+    out = out.index_select(0, back).view(-1, top_k, width).sum(dim=1)
+    return out.to(hidden.dtype)

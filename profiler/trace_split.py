@@ -226,7 +226,7 @@ class _Inference:
         if op.name == "index_select" and op.reads[0].storage in self.routed:
             return "replicated", "whole"
         if any(state == "whole" for _, state in states):
-            return "replicated", "outside" if op.name == "index_add" else "whole"
+            return "replicated", "outside" if op.name == "sum" else "whole"
         if all(state is None for _, state in states):
             return "replicated", None
         if kind in {"attention", "convolution"}:
@@ -362,10 +362,10 @@ class _Inference:
         for index, op in self.view.forward:
             if op.name == "index_select" and op.reads[0].storage == hidden:
                 made = {use.storage for use in op.writes}
-                last = [(i, o) for i, o in self.view.forward if o.name == "index_add" and i > index]
+                last = [i for i, o in self.view.forward if o.name == "sum" and i > index]
                 if made and last:
-                    self.splits.entries.append((last[0][0], "reads", 0))
-                    self.splits.exits.append((last[0][0], "writes", 0))
+                    self.splits.entries.append((last[0], "writes", 0))
+                    self.splits.exits.append((last[0], "writes", 0))
                 return
 
 

@@ -349,7 +349,7 @@ def _head(d: Dimensions) -> LayerKind:
                 kernels=2, backward_kernels=3)),
         saved=(entering, _group("outside", _tokens(v), "vocabulary", 4, is_outside=True),
                _group("outside", _tokens(1), "sequence", 8, is_outside=True)),
-        inputs=(entering, _group("input", _tokens(1), "sequence", 8, is_input=True)),
+        inputs=(entering,),
         kept_only_by_selective=(_group("outside", _tokens(v), "vocabulary", kept=True),),
         forward_working_set=(
             _group("activations", Extent(per_sample=(1, 2, 0)), "sequence", 8),

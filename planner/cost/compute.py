@@ -44,6 +44,9 @@ class ComputeTimes:
 
     source: measured at this size or between measured sizes; extrapolated from the nearest measured
         size by the analytic form; or analytic alone. What is measured holds the host's share.
+    accumulate_s: adding the gradients to those of the micro-batches before; only where that is
+        measured: stacks whose constants are fitted to published steps have it in those (Megatron-LM
+        adds inside its weight-gradient matmuls: gradient_accumulation_fusion).
     """
 
     forward_s: float
@@ -54,6 +57,7 @@ class ComputeTimes:
     host_forward_s: float = 0.0
     host_backward_s: float = 0.0
     host_selective_s: float = 0.0
+    accumulate_s: float = 0.0
 
     def recompute_s(self, mode: str) -> float:
         """What recompute adds to backward."""
@@ -244,4 +248,4 @@ def _collectives(kind: LayerKind, shard: Shard) -> tuple[int, int]:
 def _kept_by_selective(op: Op) -> bool:
     if op.kept_by_selective is not None:
         return op.kept_by_selective
-    return op.kind in ("matmul", "attention", "convolution")
+    return op.kind in ("matmul", "attention")

@@ -30,8 +30,8 @@ from planner.request import Request
 from planner.topology_groups import Span
 from profiler.layer_graph import Extent, LayerKind
 
-__all__ = ["Group", "LayerCost", "LayerTimes", "ParameterCost", "layer_cost", "layer_parameters",
-           "layer_times", "norm_bytes", "overlap_extra_s", "parameter_cost",
+__all__ = ["Group", "LayerCost", "LayerTimes", "ParameterCost", "accumulate_seconds", "layer_cost",
+           "layer_parameters", "layer_times", "norm_bytes", "overlap_extra_s", "parameter_cost",
            "tensor_parallel_seconds", "update_bytes", "working_seconds"]
 
 
@@ -204,6 +204,7 @@ def _times(choice: Choice, compute: ComputeTimes, collectives: tuple[float, floa
     """The fields of `LayerTimes` in order."""
     forward_tp, backward_tp, _ = collectives
     forward_s, backward_s, recompute = working_seconds(choice, compute, collectives)
+    backward_s += accumulate_seconds(compute, parameters, group, num_micro_batches)
     resharded = choice.reshard and group.shard.size > 1
     gather, slowdown = parameters.gather_s, group.overlap_slowdown
     backward_work = backward_s + recompute + backward_tp
@@ -231,6 +232,14 @@ def working_seconds(choice: Choice, compute: ComputeTimes,
     return (max(compute.forward_s, compute.host_forward_s - forward_tp),
             max(compute.backward_s, compute.host_backward_s - backward_tp),
             max(again, compute.host_recompute_s(choice.recompute)))
+
+
+def accumulate_seconds(compute: ComputeTimes, parameters: ParameterCost, group: Group,
+                       num_micro_batches: int) -> float:
+    """Each micro-batch's share of adding gradients: all but the first add theirs, to the shard if
+    they are reduced each time."""
+    part = group.shard.size if parameters.reduce_each_s else 1
+    return compute.accumulate_s / part * (num_micro_batches - 1) / num_micro_batches
 
 
 def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span: Span,

@@ -27,10 +27,11 @@ from planner.cost.compute import Shard, split_degree
 from planner.division import kv_copies, kv_parameters
 from planner.layout import Choice
 from planner.request import Request
-from profiler.layer_graph import NOTHING, Extent, LayerKind, TensorGroup
+from profiler.layer_graph import LayerKind, TensorGroup
 
-__all__ = ["BLOCK_BYTES", "ActivationMemory", "LayerMemory", "activation_memory", "layer_memory",
-           "local_parameters", "total_memory"]
+__all__ = ["BLOCK_BYTES", "ActivationMemory", "LayerMemory", "activation_memory", "entering",
+           "group_bytes", "layer_memory", "local_parameters",
+           "optimizer_temporary_bytes", "total_memory"]
 
 BLOCK_BYTES = 512
 
@@ -88,7 +89,15 @@ def local_parameters(kind: LayerKind, tp: int, without: frozenset[str] = frozens
     return trainable, frozen
 
 
-def _group_bytes(groups: Iterable[TensorGroup], shard: Shard) -> int:
+def entering(kind: LayerKind, recompute: RecomputeMode) -> tuple[TensorGroup, ...]:
+    """What a layer is given and keeps: where autograd does, or where a checkpoint does."""
+    if recompute != "none" and kind.inputs:
+        return kind.inputs
+    return tuple(g for g in kind.saved if g.is_input and not g.is_outside)
+
+
+def group_bytes(groups: Iterable[TensorGroup], shard: Shard) -> int:
+    """Bytes of one rank's share of some tensors."""
     total = 0
     for group in groups:
         degree = split_degree(group.split, shard.tp, shard.sequence_parallel)
@@ -118,49 +127,51 @@ class ActivationMemory:
     working_set_bytes: int
 
 
-def activation_memory(kind: LayerKind, recompute: RecomputeMode, shard: Shard, inputs: Extent
-                      ) -> ActivationMemory:
-    """What a layer keeps and works with under one way to recompute; `inputs` as `layer_memory`."""
+def activation_memory(kind: LayerKind, recompute: RecomputeMode, shard: Shard) -> ActivationMemory:
+    """What a layer keeps and works with under one way to recompute: a checkpoint keeps what enters
+    the layer (`LayerKind.inputs`) whether or not autograd does."""
     more = _kv_bytes(kind, shard)
-    everything = _group_bytes(kind.saved, shard) + more
+    everything = group_bytes(kind.saved, shard) + more
     if recompute == "none":
         saved_bytes, dropped_bytes = everything, 0
     else:
         selective = recompute == "selective"
-        kept = _group_bytes([g for g in kind.saved if g.is_outside or (
+        kept = group_bytes([g for g in kind.saved if g.is_outside or (
             selective and g.kept_by_selective and not g.is_input)], shard)
         kept += more if selective else 0
-        extra = _group_bytes(kind.kept_only_by_selective, shard) if selective else 0
-        entering = TensorGroup(name="input", elements=inputs, split="sequence")
-        entered = max(_group_bytes([entering], shard),
-                      _group_bytes([g for g in kind.saved if g.is_input], shard))
+        extra = group_bytes(kind.kept_only_by_selective, shard) if selective else 0
+        entered = group_bytes(entering(kind, recompute), shard)
         saved_bytes, dropped_bytes = kept + extra + entered, everything - kept
     return ActivationMemory(saved_bytes, max(
-        _group_bytes(kind.forward_working_set, shard),
-        _group_bytes(kind.backward_working_set, shard) + more + dropped_bytes))
+        group_bytes(kind.forward_working_set, shard),
+        group_bytes(kind.backward_working_set, shard) + more + dropped_bytes))
 
 
 def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Request,
-                 dp_shard: int, unsharded_gradients: bool, inputs: Extent = NOTHING,
+                 dp_shard: int, unsharded_gradients: bool,
                  without: frozenset[str] = frozenset()) -> LayerMemory:
     """Bytes of one layer under one choice.
 
     Args:
         shard: with `tp` = 1 where the layer is held whole.
         unsharded_gradients: gradients accumulate whole over the micro-batches of a step.
-        inputs: elements of the layer's input, which a checkpoint keeps if autograd does not.
         without: parameters charged elsewhere (tied ones that another layer holds).
     """
     return total_memory(
-        activation_memory(kind, choice.recompute, shard, inputs),
+        activation_memory(kind, choice.recompute, shard),
         local_parameters(kind, shard.tp, without), kind.buffer_bytes, choice, request=request,
         dp_shard=dp_shard, unsharded_gradients=unsharded_gradients)
 
 
 def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buffer_bytes: int,
-                 choice: Choice, *, request: Request, dp_shard: int, unsharded_gradients: bool
-                 ) -> LayerMemory:
-    """As `layer_memory`, from its parts; `parameters`: (trainable, frozen) of this rank."""
+                 choice: Choice, *, request: Request, dp_shard: int, unsharded_gradients: bool,
+                 temporary_bytes: float | None = None) -> LayerMemory:
+    """As `layer_memory`, from its parts.
+
+    Args:
+        parameters: (trainable, frozen) of this rank.
+        temporary_bytes: of the optimizer step for one parameter, where that is measured.
+    """
     size = request.bytes
     trainable, frozen = parameters
     gathered = (trainable + frozen) * size.compute_bytes
@@ -174,7 +185,7 @@ def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buf
         working += trainable * (size.compute_bytes + size.reduce_bytes)
     gradient = (trainable * size.reduce_bytes if unsharded_gradients
                 else trainable * size.gradient_bytes / dp_shard) + trainable * size.beside_bytes
-    temporary = 0 if request.fused_optimizer else trainable * size.stored_bytes / dp_shard
+    temporary = trainable / dp_shard * optimizer_temporary_bytes(request, temporary_bytes)
     return LayerMemory(
         parameter_bytes=_blocks((trainable * size.stored_bytes + frozen * size.compute_bytes)
                                 / dp_shard),
@@ -189,3 +200,10 @@ def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buf
         working_set_bytes=_blocks(working),
         optimizer_temporary_bytes=_blocks(temporary),
     )
+
+
+def optimizer_temporary_bytes(request: Request, measured: float | None = None) -> float:
+    """What the optimizer step allocates for one parameter: nothing if it is fused, else a copy."""
+    if measured is not None:
+        return measured
+    return 0 if request.fused_optimizer else request.bytes.stored_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -21,6 +22,8 @@ from executor import compare as compare_module
 from executor.compare import Problem, compare
 from tests.executor import tiny
 from tests.executor.cases import Case
+
+WATCHED_CASE, WATCHED_BLOCK = "llama tp4 kv heads", "model.layers.0"
 
 _known: dict[Any, Any] = {}
 
@@ -54,6 +57,21 @@ def problem_of(case: Case, batch: int) -> Problem:
         loss=tiny.build(case.model, batch, torch.float32).loss, max_norm=case.max_norm)
 
 
+def watch(run: Any, seen: dict[str, Any]) -> None:
+    """Write down the shapes of a block's local parameters, and of what its modules return."""
+    block = run.stages[0].model.get_submodule(WATCHED_BLOCK)
+    seen["parameters"] = {name: list(parameter.to_local().shape)
+                          for name, parameter in block.named_parameters()}
+    made = seen["results"] = {}
+
+    def note(name: str, out: Any) -> None:
+        made[name] = list((out[0] if isinstance(out, tuple) else out).shape)
+
+    for name, inner in block.named_modules():
+        if name:
+            inner.register_forward_hook(lambda module, args, out, name=name: note(name, out))
+
+
 def run_cases(cases: list[Case], folder: Path) -> dict[str, Any]:
     """Compare every case with one process, on the process group that is running."""
     compare_module._alone = remembered(compare_module._alone)
@@ -64,15 +82,17 @@ def run_cases(cases: list[Case], folder: Path) -> dict[str, Any]:
         faulthandler.dump_traceback_later(60)  # where a case hangs, if it does
         graph = tiny.graph(case.model, folder)
         layout = case.layout(graph)
+        seen: dict[str, Any] = {}
+        change = case.change if case.name != WATCHED_CASE else functools.partial(watch, seen=seen)
         try:
             found = compare(problem_of(case, layout.request.global_batch), layout, graph,
-                            change=case.change)
+                            change=change)
         except Exception:
             print(f"case {case.name} failed on rank {dist.get_rank()}:\n{traceback.format_exc()}",
                   flush=True)
             os._exit(1)  # at once: an orderly end would wait for the other ranks
         faulthandler.cancel_dump_traceback_later()
-        results[case.name] = asdict(found) | {"passed": found.passed}
+        results[case.name] = asdict(found) | {"passed": found.passed, "seen": seen}
         if dist.get_rank() == 0:
             print(f"{case.name}: {found} {time.monotonic() - begin:.1f} s", flush=True)
     return results

@@ -8,7 +8,7 @@ from dataclasses import replace
 from planner.cost.compute import Shard, layer_compute
 from profiler.layer_graph import LayerGraph
 from profiler.links import LinkFit, LinkPoint, Links
-from profiler.profile import LayerSeconds, Profile, UpdateSeconds
+from profiler.profile import LayerBytes, LayerSeconds, Profile, UpdateSeconds
 from tests.planner.instances import Instance, make_instance
 
 __all__ = ["make_links", "make_measured", "make_profile"]
@@ -33,14 +33,30 @@ def make_profile(graph: LayerGraph, instance: Instance, rng: random.Random, *,
                     backward_s=times.backward_s * rng.uniform(0.2, 5),
                     recompute_selective_s=times.forward_s * rng.uniform(0, 2),
                     recompute_full_s=times.forward_s * rng.uniform(0, 2), spread=0.01,
+                    accumulate_s=rng.choice([None, times.backward_s * rng.uniform(0, 1)]),
                     num_repeats=5))
+    memory = tuple(make_bytes(row, rng) for row in rows if rng.random() < share)
     stored = "float32" if size.stored_bytes == 4 else "bfloat16"
     update = UpdateSeconds(
         optimizer=instance.request.optimizer, fused=False, stored_dtype=stored,
         num_parameters=10**6, update_s=10.0 ** rng.uniform(-6, -4),
-        norm_s=10.0 ** rng.uniform(-6, -4), temporary_bytes=0, spread=0.01)
+        norm_s=10.0 ** rng.uniform(-6, -4), temporary_bytes=rng.choice([0, 10**6]),
+        spread=0.01)
     return Profile(device=device, dtype=size.dtype, hardware="toy", versions={}, date="2000-01-01",
-                   layers=tuple(rows), updates=(update,))
+                   context_bytes=rng.choice([0, 10**5]), layers=tuple(rows), memory=memory,
+                   updates=(update,))
+
+
+def make_bytes(row: LayerSeconds, rng: random.Random) -> LayerBytes:
+    """Bytes that fall with recompute, or do not."""
+    kept = rng.choice([10**3, 10**5, 10**6]) * row.micro_batch // row.tensor_parallel
+    return LayerBytes(
+        kind=row.kind, micro_batch=row.micro_batch, seq_len=row.seq_len,
+        tensor_parallel=row.tensor_parallel, saved=(), kept_bytes=kept,
+        kept_selective_bytes=round(kept * rng.uniform(0, 1.2)),
+        kept_full_bytes=round(kept * rng.uniform(0, 0.5)),
+        forward_peak_bytes=round(kept * rng.uniform(1, 2)),
+        backward_peak_bytes=round(kept * rng.uniform(1, 3)))
 
 
 def make_links(rng: random.Random, share: float = 0.7) -> Links:

@@ -83,15 +83,14 @@ def test_a_shard_holds_what_the_planner_says(graph: LayerGraph, subject: Subject
         kind = graph.kind_of(layer)
         module = subject.model.get_submodule(graph.layers[layer].name)
         group = Emulation(degree, LENGTH)
-        if degree == 4 and layer == 1:
-            with pytest.raises(CannotDivide, match="kv_heads 2"):
-                divided(module, kind, group, CPU)
-            continue
         local = divided(module, kind, group, CPU)
         assert sum(p.numel() for p in local.parameters()) == sum(local_parameters(kind, degree))
 
 
-def test_what_cannot_be_divided_is_said() -> None:
+def test_what_cannot_be_divided_is_said(graph: LayerGraph, subject: Subject) -> None:
+    with pytest.raises(CannotDivide, match=r"degree 3 does not divide .*kv_heads 2"):
+        divided(subject.model.get_submodule(graph.layers[1].name), graph.kind_of(1),
+                Emulation(3, LENGTH), CPU)
     gpt2 = trace_hugging_face(FAMILIES["gpt2"], name="gpt2")
     subject = build_subject(gpt2, CPU, torch.float32)
     positions = next(i for i, name in enumerate(subject.names) if name.endswith("wpe"))

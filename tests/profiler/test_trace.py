@@ -11,10 +11,9 @@ from torch import nn
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 
-from profiler.hugging_face import build_model, trace_hugging_face
+from profiler.hugging_face import build_model
 from profiler.layer_graph import LayerGraph
-from profiler.trace import trace
-from tests.profiler.trace_models import FAMILIES, PLAIN
+from tests.profiler.trace_models import FAMILIES, PLAIN, traced
 
 BATCH, SEQ_LEN = 3, 48
 
@@ -24,17 +23,7 @@ COUNTABLE = [name for name in FAMILIES if name != "mixtral"]
 
 @pytest.fixture(scope="module")
 def graphs() -> Callable[[str], LayerGraph]:
-    known: dict[str, LayerGraph] = {}
-
-    def get(name: str) -> LayerGraph:
-        if name not in known:
-            if name in FAMILIES:
-                known[name] = trace_hugging_face(FAMILIES[name], name=name)
-            else:
-                model, inputs = PLAIN[name]()
-                known[name] = trace(model, inputs, name=name)
-        return known[name]
-    return get
+    return traced
 
 
 def real(name: str, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], list[torch.Tensor]], int]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
+
+from profiler.hugging_face import trace_hugging_face
+from profiler.layer_graph import LayerGraph
+from profiler.trace import trace
 
 _DECODER = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 160,
             "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
@@ -153,3 +158,12 @@ def frozen_middle() -> tuple[nn.Module, torch.Tensor]:
 
 PLAIN = {"mlp": mlp, "convnet": convnet, "unet": unet, "residual": residual, "lora": lora,
          "frozen front": frozen_front, "frozen middle": frozen_middle}
+
+
+@functools.cache
+def traced(name: str) -> LayerGraph:
+    """The LayerGraph of a model above, traced once for all tests."""
+    if name in FAMILIES:
+        return trace_hugging_face(FAMILIES[name], name=name)
+    model, inputs = PLAIN[name]()
+    return trace(model, inputs, name=name)

@@ -12,7 +12,7 @@ from planner.cost.compute import Shard
 from planner.cost.memory import BLOCK_BYTES, LayerMemory, layer_memory, local_parameters
 from planner.layout import Choice
 from planner.request import Request
-from profiler.layer_graph import Extent, LayerKind, Parameter, TensorGroup
+from profiler.layer_graph import LayerKind, Parameter, TensorGroup
 from tests.planner.instances import per_token
 
 KIND = LayerKind(
@@ -35,13 +35,11 @@ TOKENS = 2 * 64
 SHARD = Shard(micro_batch=2, seq_len=64)
 MIXED = Request(global_batch=8, seq_len=64)  # bf16-mixed, AdamW: 4 + 2 + 4 + 2 * 4 bytes
 KEPT = Choice(reshard=False)
-INPUT = per_token(512)
 
 
 def memory(choice: Choice = KEPT, shard: Shard = SHARD, *, request: Request = MIXED,
-           dp_shard: int = 1, unsharded: bool = False, inputs: Extent = INPUT
-           ) -> LayerMemory:
-    return layer_memory(KIND, choice, shard, request=request, dp_shard=dp_shard, inputs=inputs,
+           dp_shard: int = 1, unsharded: bool = False) -> LayerMemory:
+    return layer_memory(KIND, choice, shard, request=request, dp_shard=dp_shard,
                         unsharded_gradients=unsharded)
 
 
@@ -114,9 +112,9 @@ def test_recompute_keeps_the_input_and_what_its_policy_saves() -> None:
 
 
 def test_a_checkpoint_keeps_an_input_that_autograd_would_not() -> None:
-    kind = replace(KIND, saved=KIND.saved[1:])
+    kind = replace(KIND, saved=KIND.saved[1:], inputs=KIND.saved[:1])
     kept = [layer_memory(kind, Choice(recompute=mode), SHARD, request=MIXED, dp_shard=1,
-                         inputs=per_token(512), unsharded_gradients=False).activation_bytes
+                         unsharded_gradients=False).activation_bytes
             for mode in ("none", "full")]  # type: ignore[arg-type]
     assert kept == [TOKENS * (8192 - 1024), TOKENS * 2 * 512]
 

@@ -92,15 +92,13 @@ def _model(dtype: str | None, **fields: Any) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         profile = done.profiles[-1]
         loose = sum(not row.settled for row in profile.layers)
-        from profiler.memory_agreement import saved_bytes_ratio
+        from profiler.memory_agreement import agreement_lines
 
-        ratio = saved_bytes_ratio(done, profile)
         click.echo(f"{len(profile.layers)} cases of {len(done.kinds)} kinds of layer measured on "
                    f"{profile.hardware}, {loose} of them with a larger spread than asked for, "
                    f"{len(profile.failures)} could not be; written to {fields['output']}")
-        if ratio is not None:
-            click.echo(f"saved for backward: {ratio:.3f} times what tracing says"
-                       f"{'' if cuda else ' (of an accelerator, in bfloat16)'}")
+        for line in agreement_lines(done, profile):
+            click.echo(line)
 
 
 @commands.command("device")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from profiler.layer_graph import LayerGraph, LayerKind, TensorGroup
 from profiler.profile import LayerBytes, Profile
 
-__all__ = ["Agreement", "agreements", "agreement_lines", "saved_bytes_ratio"]
+__all__ = ["Agreement", "agreement_lines", "agreements"]
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAVED_LIMIT, OTHER_LIMIT = 0.02, 0.10
@@ -102,22 +102,3 @@ def agreement_lines(graph: LayerGraph, profile: Profile) -> list[str]:
                  "that were not measured and for work outside of layers.")
     return lines
 
-
-def saved_bytes_ratio(graph: LayerGraph, profile: Profile) -> float | None:
-    """Saved-for-backward bytes of the whole model's layers, measured over traced, at degree 1.
-
-    What work outside of layers keeps, and what a layer is given, is in neither. None where nothing
-    was measured.
-    """
-    counts: dict[str, int] = {}
-    for layer in graph.layers:
-        counts[layer.kind] = counts.get(layer.kind, 0) + 1
-    measured = traced = 0
-    for row in profile.memory:
-        if row.tensor_parallel == 1:
-            groups = [g for g in graph.kinds[row.kind].saved
-                      if not g.is_outside and not g.is_input]
-            measured += counts[row.kind] * row.kept_bytes
-            traced += counts[row.kind] * sum(
-                g.bytes_at(row.micro_batch, row.seq_len, ITEMSIZE[profile.dtype]) for g in groups)
-    return measured / traced if traced else None

@@ -28,7 +28,6 @@ from profiler.hardware import (
 from profiler.layer_graph import LayerGraph
 from profiler.measure import Measurement, available_bytes, cases_of
 from profiler.measure_update import update_seconds
-from profiler.memory_agreement import agreement_lines
 from profiler.profile import Profile
 from profiler.team import Team
 from profiler.timing import Budget
@@ -127,8 +126,8 @@ def profile_model(options: ModelOptions) -> LayerGraph:
     if team.rank == 0:
         write_atomically(options.output, dump(done, indent=None))
         partial.unlink(missing_ok=True)
-        for note in (*agreement_lines(graph, profile), *(f"note: {n}" for n in profile.busy)):
-            _say(team, note)
+        for note in profile.busy:
+            _say(team, f"note: {note}")
     team.leave()
     return done
 

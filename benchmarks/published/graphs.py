@@ -141,13 +141,13 @@ def _embedding(d: Dimensions) -> LayerKind:
                kernels=8, backward_kernels=0),
             Op(name="rotary_emb.other", kind="other", split="replicated",
                bytes_moved=_by_length(0, 8 * hd), backward_kernels=0)]
-        outside = _group("outside", _by_length(0, 2 * hd), "replicated")
+        outside = _group("outside", _by_length(0, 2 * hd), "replicated", is_outside=True)
         held = (_group("activations", _by_length(0, 1), "replicated", 8),
                 _group("activations", _by_length(0, 9 * hd // 2), "replicated", 4))
     else:
         more = [Op(name="transformer.pointwise", kind="pointwise", split="replicated",
                    bytes_moved=_by_length(0, 24), kernels=2, backward_kernels=0)]
-        outside = _group("outside", _by_length(0, 1), "replicated", 8)
+        outside = _group("outside", _by_length(0, 1), "replicated", 8, is_outside=True)
         held = (_group("activations", _by_length(0, 1), "replicated", 8),)
     return LayerKind(
         parameters=(_weight("weight", v, h, split="vocabulary", dim=0),),
@@ -173,7 +173,6 @@ def _positions(d: Dimensions) -> LayerKind:
              _pointwise("drop.pointwise", "sequence", 2 * h, 2 * h, num_bytes=h,
                         backward_bytes=h)),
         saved=(_group("outside", _tokens(h), "sequence", 1, is_outside=True),),
-        inputs=(_group("input", _tokens(h), "sequence", is_input=True),),
         forward_working_set=(_group("activations", _tokens(3 * h), "sequence"),
                              _group("activations", _by_length(0, h), "replicated")),
         backward_working_set=(_group("gradients", _tokens(2 * h), "sequence"),))

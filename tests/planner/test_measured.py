@@ -11,6 +11,7 @@ import pytest
 from planner import inputs
 from planner.cost.collectives import all_gather_seconds, all_reduce_seconds, send_seconds
 from planner.cost.compute import Shard, layer_compute
+from planner.cost.memory import activation_memory
 from planner.costing import Coster
 from planner.layout import LayerRun, Layout, Mesh, Reference, Stage
 from planner.link_fits import with_links
@@ -23,7 +24,7 @@ from profiler.documents import dump
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph
 from profiler.links import LinkFit, LinkPoint, Links
-from profiler.profile import LayerSeconds, Profile, UpdateSeconds
+from profiler.profile import LayerBytes, LayerSeconds, Profile, UpdateSeconds
 from tests.planner.instances import make_blocks, make_topology
 
 SEQ_LEN = 48
@@ -139,6 +140,61 @@ def test_what_is_not_measured_is_said() -> None:
     assert priced.prediction.sources["forward_compute"] == "extrapolated"
     assert priced.prediction.sources["optimizer_step"] == "analytic"
     assert priced.prediction.measured_share == 0.0
+
+
+def held(micro_batch: int, kept: tuple[int, int, int], peaks: tuple[int, int]) -> LayerBytes:
+    return LayerBytes(kind="block", micro_batch=micro_batch, seq_len=SEQ_LEN, saved=(),
+                      kept_bytes=kept[0], kept_selective_bytes=kept[1], kept_full_bytes=kept[2],
+                      forward_peak_bytes=peaks[0], backward_peak_bytes=peaks[1])
+
+
+def test_measured_bytes_come_first_between_the_measured_sizes() -> None:
+    graph = profiled(row(), memory=(held(1, (1000, 400, 10), (1300, 1500)),
+                                    held(3, (3000, 1200, 30), (3900, 4500))))
+    coster = Coster(graph, cluster(1), layout(graph, Mesh(), 2).request)
+    given = coster.graph.kinds["block"].inputs[0].bytes_at(2, SEQ_LEN, 4)  # what enters
+    kind = graph.kinds["block"]
+    found = {mode: coster.activations_of("block", mode, shard(2))  # type: ignore[arg-type]
+             for mode in ("none", "selective", "full")}
+    assert {mode: one.saved_bytes - given for mode, one in found.items()} == {
+        "none": 2000, "selective": 800, "full": 20}
+    # The peak of forward leaves what is kept, that of backward begins with all that was dropped.
+    assert {mode: one.working_set_bytes for mode, one in found.items()} == {
+        "none": 3000 - 2000, "selective": 3000 - 800, "full": 3000 - 20}
+    outside = coster.activations_of("block", "none", shard(4))
+    assert outside == activation_memory(kind, "none", shard(4))
+
+
+def test_memory_says_what_is_measured() -> None:
+    update = UpdateSeconds(optimizer="adamw", fused=False, stored_dtype="float32",
+                           num_parameters=1000, update_s=3e-3, norm_s=1e-3, temporary_bytes=7000,
+                           spread=0.0)
+    graph = profiled(row(micro_batch=2), memory=(held(2, (1000, 400, 10), (1300, 1500)),),
+                     updates=(update,), context_bytes=12345)
+    for micro_batch, how in ((2, "measured"), (1, "traced")):
+        priced = price(graph, cluster(1), layout(graph, Mesh(), micro_batch))
+        assert priced.prediction is not None
+        sources = priced.prediction.sources
+        assert sources["activations"] == sources["working_set"] == how
+        assert sources["optimizer_temporaries"] == sources["context"] == "measured"
+        assert priced.prediction.stages[0].memory_bytes["context"] == 12345
+    coster = Coster(graph, cluster(1), layout(graph, Mesh(), 2).request)
+    assert coster.temporary_bytes == 7.0  # of each parameter
+    analytic = price(profiled(row(micro_batch=2)), cluster(1), layout(graph, Mesh(), 2))
+    assert analytic.prediction is not None
+    assert analytic.prediction.sources["context"] == "device file"
+
+
+def test_all_micro_batches_but_the_first_add_their_gradients() -> None:
+    steps = []
+    for accumulate_s in (None, 0.5):
+        graph = profiled(replace(row(micro_batch=1, forward_s=1.0), accumulate_s=accumulate_s))
+        priced = price(graph, cluster(1), layout(graph, Mesh(), 1))
+        assert priced.prediction is not None
+        steps.append(priced.prediction.step_s)
+    count = layout(graph, Mesh(), 1).num_micro_batches
+    assert count > 1
+    assert steps[1] - steps[0] == pytest.approx((count - 1) * 4 * 0.5)
 
 
 def links(**changes: Any) -> Links:

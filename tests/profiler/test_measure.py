@@ -25,6 +25,7 @@ from profiler.layer_graph import LayerGraph
 from profiler.measure import Case, Measurement, cases_of
 from profiler.measure_device import DeviceOptions
 from profiler.measure_update import update_seconds
+from profiler.memory_agreement import agreements
 from profiler.model_command import ModelOptions, profile_model
 from profiler.profile import Profile
 from profiler.shards import CannotDivide, Emulation, HeldWhole, divided
@@ -111,6 +112,15 @@ def test_every_kind_is_measured_at_every_size(graph: LayerGraph, subject: Subjec
             assert parts["mlp.down_proj"] == row.micro_batch * LENGTH * 160 * 4
             assert row.kept_full_bytes < row.kept_selective_bytes < row.kept_bytes
             assert row.kept_bytes <= row.forward_peak_bytes
+    assert all(row.accumulate_s is not None for row in profile.layers)
+    compared = {(one.kind, one.quantity): one for one in agreements(graph, profile)}
+    assert {one.quantity for one in compared.values() if one.kind == "Linear"} == {
+        "saved", "saved, selective recompute", "forward working set", "forward peak",
+        "backward working set", "backward peak"}
+    block = compared["LlamaDecoderLayer", "saved"]
+    assert not block.differs and block.traced > 10**6
+    assert not compared["LlamaDecoderLayer", "saved, selective recompute"].differs
+    assert compared["Linear", "backward peak"].has_outside  # the loss
     load_again = replace(graph, profiles=(profile,))
     assert json.loads(dump(load_again))["profiles"]
 

@@ -49,5 +49,6 @@ def _measured(kind: LayerKind, recompute: RecomputeMode, shard: Shard, row: Byte
     working = max(row[3] - row[0], row[4] - kept, 0.0)
     if outside:
         working = max(working, traced.working_set_bytes)
-    return ActivationMemory(round(kept) + group_bytes(entering(kind, recompute), shard) + outside,
+    given = group_bytes(entering(kind, recompute, shard), shard)
+    return ActivationMemory(round(kept) + given + outside,
                             round(working))

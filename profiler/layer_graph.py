@@ -152,6 +152,8 @@ class TensorGroup:
     is_outside: kept by work outside of the layer's module (a loss), or made there and given to many
         layers (rotary tables), so that no recompute of the layer frees it.
     is_copy: in float32 of a tensor that is kept as well: none where the compute dtype is float32.
+    is_copy_of_input: in float32 of what the layer is given, and not kept otherwise: where the
+        compute dtype is float32, it is that itself.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -164,6 +166,11 @@ class TensorGroup:
     is_input: bool = False
     is_outside: bool = False
     is_copy: bool = False
+    is_copy_of_input: bool = False
+
+    def is_given(self, compute_bytes: int) -> bool:
+        """Whether the layer was given these tensors, rather than made them."""
+        return self.is_input or (self.is_copy_of_input and compute_bytes == 4)
 
     def bytes_at(self, micro_batch: int, seq_len: int, compute_bytes: int) -> int:
         """Bytes of the whole (undivided) tensors."""

@@ -65,7 +65,7 @@ def _of_kind(name: str, kind: LayerKind, row: LayerBytes, itemsize: int) -> Iter
     def total(groups: Iterable[TensorGroup]) -> int:
         return sum(g.bytes_at(row.micro_batch, row.seq_len, itemsize) for g in groups)
 
-    own = [g for g in kind.saved if not g.is_input and not g.is_outside]
+    own = [g for g in kind.saved if not g.is_given(itemsize) and not g.is_outside]
     saved = total(own)
     selective = total([*(g for g in own if g.kept_by_selective), *kind.kept_only_by_selective])
     outside = any(g.is_outside for g in kind.saved)

@@ -211,14 +211,14 @@ class LayerCosts:
             return None
         return self.runs[0].ops[made.creator]
 
-    def _is_copy(self, storage: int) -> bool:
-        """Whether it is a copy in float32 of a tensor of the compute dtype that is saved too."""
+    def _copied(self, storage: int) -> int | None:
+        """The storage of the compute dtype that this is a copy in float32 of."""
         producer, made = self._producer(storage), self._storages[storage]
-        if producer is None or producer.name != "_to_copy" or not made.fixed_dtype:
-            return False
+        if (producer is None or producer.name != "_to_copy" or not made.fixed_dtype
+                or made.itemsize != 4):
+            return None
         source = producer.reads[0].storage
-        return (made.itemsize == 4 and not self._storages[source].fixed_dtype
-                and source in self.saved_anywhere)
+        return None if self._storages[source].fixed_dtype else source
 
     def _is_product(self, storage: int) -> bool:
         producer = self._producer(storage)
@@ -241,16 +241,19 @@ class LayerCosts:
             else:
                 name = (producer.module if producer.inside else "") or "outside"
             size = made.itemsize if made.fixed_dtype else None
+            source = self._copied(storage) if by_module else None
+            saved_too = source is not None and source in self.saved_anywhere
+            given = source is not None and not self.view.is_own(self._storages[source])
             key = (name, self._storage_split(storage), size,
                    by_module and self._is_product(storage), by_module and is_input,
                    by_module and self.kept.get(storage, False),
-                   by_module and self._is_copy(storage))
+                   saved_too, given and not saved_too and not is_input)
             groups.setdefault(key, []).append(storage)
         return tuple(
             TensorGroup(name=name, split=split, bytes_per_element=size, kept_by_selective=product,
                         is_input=is_input, is_outside=outside, is_copy=is_copy,
-                        elements=self._size(members))
-            for (name, split, size, product, is_input, outside, is_copy), members
+                        is_copy_of_input=of_input, elements=self._size(members))
+            for (name, split, size, product, is_input, outside, is_copy, of_input), members
             in groups.items())
 
     def _kept_only_by_selective(self) -> tuple[TensorGroup, ...]:

@@ -89,11 +89,11 @@ def local_parameters(kind: LayerKind, tp: int, without: frozenset[str] = frozens
     return trainable, frozen
 
 
-def entering(kind: LayerKind, recompute: RecomputeMode) -> tuple[TensorGroup, ...]:
+def entering(kind: LayerKind, recompute: RecomputeMode, shard: Shard) -> tuple[TensorGroup, ...]:
     """What a layer is given and keeps: where autograd does, or where a checkpoint does."""
     if recompute != "none" and kind.inputs:
         return kind.inputs
-    return tuple(g for g in kind.saved if g.is_input and not g.is_outside)
+    return tuple(g for g in kind.saved if g.is_given(shard.compute_bytes) and not g.is_outside)
 
 
 def group_bytes(groups: Iterable[TensorGroup], shard: Shard) -> int:
@@ -140,7 +140,7 @@ def activation_memory(kind: LayerKind, recompute: RecomputeMode, shard: Shard) -
             selective and g.kept_by_selective and not g.is_input)], shard)
         kept += more if selective else 0
         extra = group_bytes(kind.kept_only_by_selective, shard) if selective else 0
-        entered = group_bytes(entering(kind, recompute), shard)
+        entered = group_bytes(entering(kind, recompute, shard), shard)
         saved_bytes, dropped_bytes = kept + extra + entered, everything - kept
     return ActivationMemory(saved_bytes, max(
         group_bytes(kind.forward_working_set, shard),

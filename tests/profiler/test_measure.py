@@ -118,7 +118,7 @@ def test_every_kind_is_measured_at_every_size(graph: LayerGraph, subject: Subjec
         "saved", "saved, selective recompute", "forward working set", "forward peak",
         "backward working set", "backward peak"}
     block = compared["LlamaDecoderLayer", "saved"]
-    assert not block.differs and block.traced > 10**6
+    assert not block.differs and block.traced > 5 * 10**5
     assert not compared["LlamaDecoderLayer", "saved, selective recompute"].differs
     assert compared["Linear", "backward peak"].has_outside  # the loss
     load_again = replace(graph, profiles=(profile,))

@@ -110,6 +110,7 @@ def _block(hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, *, g
             *_norm_saves("norm2", hidden, gated),
             *(_saved(name, k * width, "feature", made_by_matmul=matmul)
               for name, width, matmul in between)),
+        inputs=(_saved("input", hidden, "sequence", is_input=True),),
         backward_working_set=(_saved("gradients", hidden, "sequence"),
                               _saved("gradients", k * (up + ffn), "feature")),
         tensor_parallel=TensorParallel(divides=divides, entries=(per_token(hidden),) * 2,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import sys
 import time
@@ -27,13 +28,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from executor import collectives
 from executor.losses import cross_entropy
 from executor.models import build_module
+from executor.optimizers import make_optimizer
 from executor.parallelize import parallelize
+from planner.capabilities import RecomputeMode
 from planner.layout import Choice, LayerRun, Layout, Mesh, Reference, Schedule, Stage
 from planner.link_fits import with_links
 from planner.pricing import price
@@ -72,6 +76,7 @@ class Plan:
     name: str
     mesh: Mesh
     micro_batch: int
+    recompute: RecomputeMode = "none"
 
 
 def plans(world: int) -> list[Plan]:
@@ -80,7 +85,9 @@ def plans(world: int) -> list[Plan]:
     found = [Plan("dp", Mesh(dp_replicate=world), each), Plan("fsdp", Mesh(dp_shard=world), each),
              Plan("fsdp, 2 micro-batches", Mesh(dp_shard=world), each // 2),
              Plan("tp", Mesh(tp=world), BATCH // 2), Plan("pp", Mesh(pp=world), BATCH // 4),
-             Plan("pp, small micro-batches", Mesh(pp=world), BATCH // 8)]
+             Plan("pp, small micro-batches", Mesh(pp=world), BATCH // 8),
+             Plan("pp, one micro-batch", Mesh(pp=world), BATCH),
+             Plan("fsdp, full recompute", Mesh(dp_shard=world), each, "full")]
     if world == 4:
         found += [Plan("dp 2 x tp 2", Mesh(dp_replicate=2, tp=2), 2),
                   Plan("fsdp 2 x tp 2", Mesh(dp_shard=2, tp=2), 2),
@@ -98,7 +105,8 @@ def layout_of(graph: LayerGraph, plan: Plan) -> Layout:
     def stage(first: int, last: int) -> Stage:
         return Stage(runs=tuple(
             LayerRun(first_layer=i, num_layers=1,
-                     choice=Choice(reshard=plan.mesh.dp_shard > 1 and i not in tied))
+                     choice=Choice(recompute=plan.recompute,
+                                   reshard=plan.mesh.dp_shard > 1 and i not in tied))
             for i in range(first, last)))
 
     micro_batches = BATCH // (plan.micro_batch * plan.mesh.dp)
@@ -118,7 +126,8 @@ class Timed:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        originals = collectives._gather, collectives._reduce_scatter
+        """Both of sequence parallelism, and the waits of DTensor's (norms' gradients, the loss)."""
+        originals = collectives._gather, collectives._reduce_scatter, functional.wait_tensor
 
         def timed(function: Any) -> Any:
             def call(*args: Any) -> Any:
@@ -128,11 +137,13 @@ class Timed:
                 return result
             return call
 
-        collectives._gather, collectives._reduce_scatter = map(timed, originals)
+        collectives._gather, collectives._reduce_scatter, functional.wait_tensor = map(
+            timed, originals)
         try:
             yield
         finally:
-            collectives._gather, collectives._reduce_scatter = originals
+            (collectives._gather, collectives._reduce_scatter,
+             functional.wait_tensor) = originals
 
 
 @dataclass(slots=True)
@@ -154,9 +165,10 @@ class Runner:
 
     @classmethod
     def make(cls, graph: LayerGraph, plan: Plan) -> Runner:
-        run = parallelize(build_module(graph, 0), layout_of(graph, plan), loss=cross_entropy(),
+        layout = layout_of(graph, plan)
+        run = parallelize(build_module(graph, 0), layout, loss=cross_entropy(),
                           graph=graph, max_norm=1.0, device_type="cpu",
-                          optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-4))
+                          optimizer=make_optimizer(layout.request, 1e-4, 0.01))
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(8192, (BATCH, SEQ_LEN + 1), generator=generator)
         made = cls(run, {"input_ids": ids[:, :-1].contiguous()}, ids[:, 1:].contiguous())
@@ -183,16 +195,14 @@ def profiled(graph: LayerGraph, layouts: list[Plan], team: Team) -> LayerGraph:
     budget = Budget(warm_up=1, least=1, most=1)
     measurement = Measurement(
         subject=build_subject(graph, CPU, torch.float32), team=team, budget=budget, done=empty,
-        save=lambda profile: None, advance=lambda text: None, with_memory=False, modes=("none",))
+        save=lambda profile: None, advance=lambda text: None, with_memory=False,
+        modes=("none", "full"))
     profile = empty
     for degree in sorted({plan.mesh.tp for plan in layouts}):
         sizes = tuple(sorted({p.micro_batch for p in layouts if p.mesh.tp == degree}))
         profile = measurement.run(list(cases_of(sizes, (SEQ_LEN,), (degree,))))
     update = update_seconds(graph, CPU, "float32", "adamw", available_bytes(CPU, team.size) // 2,
-                            budget, team.agree)
-    update_s, norm_s, staging_s = team.mean((update.update_s, update.norm_s,
-                                             update.staging_s or 0.0))
-    update = replace(update, update_s=update_s, norm_s=norm_s, staging_s=staging_s)
+                            budget, team)
     return replace(graph, profiles=(replace(profile, updates=(update,)),))
 
 
@@ -212,6 +222,8 @@ def contest(name: str, options: argparse.Namespace) -> list[Row]:
     graph, layouts = holder[0], plans(team.size)
     rows = [Row(plan.name) for plan in layouts]
     runners = [Runner.make(graph, plan) for plan in layouts]
+    gc.collect()
+    gc.freeze()  # a collection would look through every runner, in the step of any
     links = measure_links(LinkOptions(
         most_bytes=2**25, most_s=1.0, repeats=20, device="cpu",
         collectives=("all_reduce", "all_gather", "reduce_scatter", "send")))

@@ -118,7 +118,7 @@ class Steps:
         self.timer = timer
         self.subject = subject = build_subject(graph, CPU, torch.float32)
         self.model = materialise(subject.model, CPU)
-        self.optimizer = make_optimizer("adamw", list(self.model.parameters()), fused=False)
+        self.optimizer = make_optimizer("adamw", list(self.model.parameters()), fused=True)
         _, self.inputs = subject.make_inputs(micro_batch, seq_len)
         self.once()
 

@@ -40,7 +40,7 @@ def global_norm(gradients: Iterable[torch.Tensor], mesh: ParallelMesh) -> torch.
 def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients so that their global norm, `norm`, is at most max_norm."""
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    if factor < 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    own = [grad.to_local() if isinstance(grad, DTensor) else grad
+           for grad in (parameter.grad for parameter in parameters) if grad is not None]
+    if factor < 1.0 and own:
+        torch._foreach_mul_(own, factor)

@@ -140,15 +140,10 @@ class MeasuredLayers:
         """The optimizer step of a request, if it is measured."""
         stored = {4: "float32", 2: "bfloat16"}[request.bytes.stored_bytes]
         for update in self.profile.updates if self.profile is not None else ():
-            if (update.optimizer, update.stored_dtype) == (request.optimizer, stored) and (
-                    update.fused == request.fused_optimizer or not self._is_cuda):
+            if (update.optimizer, update.stored_dtype, update.fused) == (
+                    request.optimizer, stored, request.fused_optimizer):
                 return update
         return None
-
-    @property
-    def _is_cuda(self) -> bool:
-        """On CPU there is no fused step: it is what it is, whatever the request says."""
-        return self.profile is not None and "cuda" in self.profile.versions
 
 
 def slowest(times: Sequence[ComputeTimes]) -> ComputeTimes:

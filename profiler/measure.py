@@ -159,7 +159,7 @@ class Measurement:
             return
         try:
             work = self._work(call, kind, group)
-            clock = Clock(self.subject.device, self.timer)
+            clock = self._clock()
             try:
                 samples, settled = work_seconds(work, clock, self.budget, self.team.agree,
                                                 self.modes)
@@ -180,9 +180,13 @@ class Measurement:
                 raise
             self._fail(case, kinds, "out_of_memory", str(error))
             return
+        samples = self.team.slowest(samples)
         for name in sorted(kinds):
             self._add(case, name, samples, settled, outside, memory)
         self.save(self.done)
+
+    def _clock(self) -> Clock:
+        return Clock(self.subject.device, self.timer, functools.partial(self.team.agree, False))
 
     def _as_degree_one(self, case: Case, kinds: set[str]) -> None:
         """Rows of layers that every rank holds whole."""
@@ -212,11 +216,10 @@ class Measurement:
     def _add(self, case: Case, kind: str, samples: Samples, settled: bool,
              outside: dict[str, tuple[float, float]] | None, memory: Any) -> None:
         more = (0.0, 0.0) if outside is None else outside.get(kind, (0.0, 0.0))
-        own = [samples.median("forward"), samples.median("backward"),
-               *(samples.difference(part, "backward") if part in samples.parts else 0.0
-                 for part in ("backward_selective", "backward_full")),
-               spread(samples.total(("forward", "backward"))), samples.median("accumulate"), *more]
-        forward, backward, selective, full, width, accumulate, *more_s = self.team.mean(own)
+        selective, full = (
+            samples.difference(part, "backward") if part in samples.parts else 0.0
+            for part in ("backward_selective", "backward_full"))
+        more_s = self.team.mean(more)
         where: Any = {"kind": kind, "micro_batch": case.micro_batch, "seq_len": case.seq_len,
                  "tensor_parallel": case.tensor_parallel}
         if outside is None and self._outside_matters(case, kind):
@@ -224,10 +227,12 @@ class Measurement:
                        "the work outside of layers cannot be divided: " + self.outside_error)
             return
         row = LayerSeconds(
-            **where, forward_s=forward + more_s[0], backward_s=backward + more_s[1],
+            **where, forward_s=samples.median("forward") + more_s[0],
+            backward_s=samples.median("backward") + more_s[1],
             recompute_selective_s=selective, recompute_full_s=full, outside_s=sum(more_s),
-            accumulate_s=accumulate, spread=width, num_repeats=len(samples.parts["forward"]),
-            settled=settled)
+            accumulate_s=samples.median("accumulate"),
+            spread=spread(samples.total(("forward", "backward"))),
+            num_repeats=len(samples.parts["forward"]), settled=settled)
         found = self.done.memory
         if memory is not None:
             found = (*found, LayerBytes(
@@ -243,7 +248,7 @@ class Measurement:
     def _outside(self, case: Case, calls: Calls, group: Emulation
                  ) -> dict[str, tuple[float, float]] | None:
         """(forward, backward) seconds by kind; None where it cannot be divided."""
-        clock = Clock(self.subject.device, self.timer)
+        clock = self._clock()
         try:
             results = (self._results(calls, group) if group.degree > 1 else
                        {number: call.result for number, call in enumerate(calls.distinct)})

@@ -96,7 +96,7 @@ def _pass(work: Work, mode: str, clock: Clock, seeds: _Seeds) -> tuple[float, fl
     args, kwargs = work.make_arguments()
     clock.flush()
     _touch(args, kwargs)
-    begin = clock.mark()
+    begin = clock.start()
     results = work.run(mode, args, kwargs)
     end = clock.mark()
     if not results:
@@ -105,7 +105,7 @@ def _pass(work: Work, mode: str, clock: Clock, seeds: _Seeds) -> tuple[float, fl
     clock.flush()
     for grad in grads:
         grad.sum()
-    begin_backward = clock.mark()
+    begin_backward = clock.start()
     torch.autograd.backward(results, grads)
     end_backward = clock.mark()
     return clock.between(begin, end), clock.between(begin_backward, end_backward)
@@ -116,7 +116,7 @@ def _accumulate(work: Work, clock: Clock, earlier: list[torch.Tensor]) -> float:
     made = [p.grad for p in work.module.parameters() if p.grad is not None]
     if not earlier:
         earlier.extend(torch.zeros_like(grad) for grad in made)
-    begin = clock.mark()
+    begin = clock.start()
     for total, grad in zip(earlier, made, strict=True):
         total.add_(grad)
     end = clock.mark()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -16,6 +17,7 @@ from profiler.building import DTYPES
 from profiler.layer_graph import LayerGraph
 from profiler.memory_meter import MemoryMeter
 from profiler.profile import UpdateSeconds
+from profiler.team import ALONE, Team
 from profiler.timing import Budget, Clock, repeat_until_settled, spread
 
 __all__ = ["make_optimizer", "update_seconds"]
@@ -26,18 +28,20 @@ BYTES_PER_PARAMETER = 24
 
 def make_optimizer(name: str, parameters: Sequence[nn.Parameter], *, fused: bool
                    ) -> torch.optim.Optimizer:
-    """As the executor's command line makes it."""
+    """As the executor's command line makes it: fused, or one parameter after the other."""
+    how: dict[str, Any] = {"fused": True} if fused else {"foreach": False}
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-5, fused=fused or None)
+        return torch.optim.AdamW(parameters, lr=1e-5, **how)
     momentum = 0.9 if name == "sgd-momentum" else 0.0
-    return torch.optim.SGD(parameters, lr=1e-5, momentum=momentum)
+    return torch.optim.SGD(parameters, lr=1e-5, momentum=momentum, **how)
 
 
 def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, optimizer: str,
-                   available_bytes: int, budget: Budget, agree: Callable[[bool], bool] = bool,
-                   timer: Callable[[], float] = time.perf_counter) -> UpdateSeconds:
+                   available_bytes: int, budget: Budget, team: Team = ALONE,
+                   timer: Callable[[], float] = time.perf_counter, *, fused: bool = True
+                   ) -> UpdateSeconds:
     """Measure over as many of the model's parameters as fit; float32 or bfloat16 ones."""
-    dtype, fused = DTYPES[stored_dtype], device.type == "cuda"
+    dtype = DTYPES[stored_dtype]
     most = available_bytes // BYTES_PER_PARAMETER
     of_layer: dict[int, list[nn.Parameter]] = {}
     count = 0
@@ -49,13 +53,13 @@ def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, o
             count += numel
     parameters = [parameter for layer in of_layer.values() for parameter in layer]
     made = make_optimizer(optimizer, parameters, fused=fused)
-    clock = Clock(device, timer)
+    clock = Clock(device, timer, align=partial(team.agree, False))
 
     def once() -> dict[str, float]:
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-4)
         clock.flush()
-        moments: list[Any] = [clock.mark()]
+        moments: list[Any] = [clock.start()]
         grads = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
@@ -70,7 +74,8 @@ def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, o
         return {name: clock.between(*pair) for name, pair in zip(
             ("norm", "staging", "update"), pairwise(moments), strict=True)}
 
-    samples, _ = repeat_until_settled(once, ("update",), budget, agree)
+    samples, _ = repeat_until_settled(once, ("update",), budget, team.agree)
+    samples = team.slowest(samples)
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-4)
     with MemoryMeter(device) as meter:

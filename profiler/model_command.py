@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -175,13 +176,12 @@ def _with_updates(profile: Profile, graph: LayerGraph, device: torch.device,
                   options: ModelOptions, budget: Budget, team: Team) -> Profile:
     dtypes = ["float32"] + (["bfloat16"] if options.dtype == "bfloat16" else [])
     updates = list(profile.updates)
-    for optimizer in options.optimizers:
-        for dtype in dtypes:
-            if any((u.optimizer, u.stored_dtype) == (optimizer, dtype) for u in updates):
-                continue
-            available = available_bytes(device, team.per_host) // 2
-            found = update_seconds(graph, device, dtype, optimizer, available, budget, team.agree)
-            update_s, norm_s, staging_s = team.mean(
-                (found.update_s, found.norm_s, found.staging_s or 0.0))
-            updates.append(replace(found, update_s=update_s, norm_s=norm_s, staging_s=staging_s))
+    known = {(u.optimizer, u.stored_dtype, u.fused) for u in updates}
+    for case in product(options.optimizers, dtypes, (True, False)):
+        if case in known:
+            continue
+        optimizer, dtype, fused = case
+        available = available_bytes(device, team.per_host) // 2
+        updates.append(update_seconds(graph, device, dtype, optimizer, available, budget, team,
+                                      fused=fused))
     return replace(profile, updates=tuple(updates))

@@ -1,7 +1,8 @@
-"""Processes that measure at once: they stay in step, and their results are averaged.
+"""Processes that measure at once: they stay in step, and the slowest of each repeat counts.
 
 Started by torchrun, every process of the host measures the same case at the same time, so that
-the load is that of a training run; alone, a process is its own team.
+the load is that of a training run; alone, a process is its own team. A training step waits for its
+slowest process at every collective, so of each repeat the slowest is taken before the median.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["PeerFailed", "Team"]
+from profiler.timing import Samples
+
+__all__ = ["ALONE", "PeerFailed", "Team"]
 
 TIMEOUT_S = 600.0
 
@@ -72,7 +75,19 @@ class Team:
         """Averages over the processes."""
         return [value / self.size for value in self._sums(values)]
 
+    def slowest(self, samples: Samples) -> Samples:
+        """Of each repeat, the process that took longest."""
+        if self.size == 1:
+            return samples
+        names = sorted(samples.parts)
+        tensor = torch.tensor([samples.parts[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return Samples(dict(zip(names, tensor.tolist(), strict=True)))
+
     def leave(self) -> None:
         """End the meeting."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+ALONE = Team(1, 0)

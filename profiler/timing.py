@@ -29,10 +29,14 @@ class Clock:
     """Marks moments on a device, and empties its caches.
 
     timer: of the CPU; `time.process_time` leaves out what other processes take, and any waiting.
+    align: waits for the processes that measure at once. Those of one host share its cores' units
+        and caches: on CPUs each timed part begins at once on all, so that it meets the load of a
+        training step, not the others' preparations.
     """
 
     device: torch.device
     timer: Callable[[], float] = time.perf_counter
+    align: Callable[[], object] = lambda: None
     _buffer: torch.Tensor | None = None
 
     def mark(self) -> Any:
@@ -42,6 +46,12 @@ class Clock:
             event.record()
             return event
         return self.timer()
+
+    def start(self) -> Any:
+        """The moment when a timed part begins."""
+        if self.device.type == "cpu":
+            self.align()
+        return self.mark()
 
     def between(self, begin: Any, end: Any) -> float:
         """Seconds from one moment to another."""

@@ -38,8 +38,8 @@ def make_profile(graph: LayerGraph, instance: Instance, rng: random.Random, *,
     memory = tuple(make_bytes(row, rng) for row in rows if rng.random() < share)
     stored = "float32" if size.stored_bytes == 4 else "bfloat16"
     update = UpdateSeconds(
-        optimizer=instance.request.optimizer, fused=False, stored_dtype=stored,
-        num_parameters=10**6, update_s=10.0 ** rng.uniform(-6, -4),
+        optimizer=instance.request.optimizer, fused=instance.request.fused_optimizer,
+        stored_dtype=stored, num_parameters=10**6, update_s=10.0 ** rng.uniform(-6, -4),
         norm_s=10.0 ** rng.uniform(-6, -4), temporary_bytes=rng.choice([0, 10**6]),
         spread=0.01)
     return Profile(device=device, dtype=size.dtype, hardware="toy", versions={}, date="2000-01-01",

@@ -120,7 +120,7 @@ def layout(graph: LayerGraph, mesh: Mesh, micro_batch: int, **changes: Any) -> L
 
 
 def test_a_measured_step_is_the_sum_of_its_layers_and_the_update() -> None:
-    update = UpdateSeconds(optimizer="adamw", fused=False, stored_dtype="float32",
+    update = UpdateSeconds(optimizer="adamw", fused=True, stored_dtype="float32",
                            num_parameters=1000, update_s=3e-3, norm_s=1e-3, temporary_bytes=0,
                            spread=0.0)
     graph = profiled(row(micro_batch=2, forward_s=1.0), updates=(update,))
@@ -166,7 +166,7 @@ def test_measured_bytes_come_first_between_the_measured_sizes() -> None:
 
 
 def test_memory_says_what_is_measured() -> None:
-    update = UpdateSeconds(optimizer="adamw", fused=False, stored_dtype="float32",
+    update = UpdateSeconds(optimizer="adamw", fused=True, stored_dtype="float32",
                            num_parameters=1000, update_s=3e-3, norm_s=1e-3, temporary_bytes=7000,
                            spread=0.0)
     graph = profiled(row(micro_batch=2), memory=(held(2, (1000, 400, 10), (1300, 1500)),),

@@ -29,6 +29,7 @@ from planner.cost.layer import (
     norm_bytes,
     parameter_cost,
     tensor_parallel_seconds,
+    tensor_parallel_waits,
     update_bytes,
 )
 from planner.cost.memory import (
@@ -132,6 +133,7 @@ class Coster:
         self.measured = [MeasuredLayers(self.graph, choose_profile(
             self.graph, host.device.name, request.bytes.dtype, host.devices_per_host))
             for host in self.topology.hosts]
+        self._waits = [measured.wait_s_per_root for measured in self.measured]
         self._accumulates = any(measured.accumulates for measured in self.measured)
         self._placements: dict[tuple[tuple[int, ...], int], Placement] = {}
         self._compute: dict[tuple[str, Shard, int], ComputeTimes] = {}
@@ -206,7 +208,8 @@ class Coster:
             overlap_slowdown=min(2.0, max(d.overlap_slowdown for d in devices)),
             tp=spans["tp"], shard=spans["dp_shard"], replicate=spans["dp_replicate"],
             gathers_beside=self.stack.overlaps_parameter_gather,
-            staging_s_per_byte=min(self.staging_s_per_byte(g) for g in kinds))
+            staging_s_per_byte=min(self.staging_s_per_byte(g) for g in kinds),
+            wait_s_per_root=max(self._waits[g] for g in kinds))
         return self._interned.setdefault((kinds, group, communicators), RankContext(
             device_groups=kinds,
             group=group,
@@ -308,10 +311,15 @@ class Coster:
         work = self._work.get(key)
         if work is None:
             shard = self.shard(candidate.micro_batch, mesh.tp, choice)
-            work = self._work[key] = (
-                self.compute(run.kind, shard, context.device_groups),
-                tensor_parallel_seconds(self.graph.kinds[run.kind], choice, shard,
-                                        context.group.tp, run.input))
+            kind = self.graph.kinds[run.kind]
+            compute = self.compute(run.kind, shard, context.device_groups)
+            collectives = tensor_parallel_seconds(kind, choice, shard, context.group.tp, run.input)
+            if context.group.tp.size > 1:
+                waits = tensor_parallel_waits(kind, choice, shard, compute,
+                                              context.group.wait_s_per_root)
+                collectives = (collectives[0] + waits[0], collectives[1] + waits[1],
+                               collectives[2] + waits[2])
+            work = self._work[key] = compute, collectives
         return *work, self.parameters(run, choice, mesh.tp, context,
                                       each_micro_batch=candidate.each_micro_batch)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from math import log
+from math import log, sqrt
 
 from planner.cost.compute import ComputeTimes, Shard, Source, layer_compute
 from planner.measured_memory import BytesRow, bytes_row
@@ -66,6 +66,20 @@ class MeasuredLayers:
         if values is None:
             return None
         return replace(_times(values, "measured"), accumulate_s=self._accumulation(kind, shard))
+
+    @property
+    def wait_s_per_root(self) -> float:
+        """What a process waits for the slowest after t seconds of work is about this times sqrt(t);
+        0 where it was not measured.
+
+        Processes drift apart by many small disturbances that know nothing of each other, so the
+        spread grows with the root of the time since they last met, as of a random walk.
+        """
+        rows = [row for row in (self.profile.layers if self.profile is not None else ())
+                if row.wait_s is not None]
+        roots = sum(sqrt(max(0.0, part)) for row in rows for part in (
+            row.forward_s, row.backward_s))
+        return sum(row.wait_s or 0.0 for row in rows) / roots if roots else 0.0
 
     @property
     def accumulates(self) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -180,9 +181,13 @@ class Measurement:
                 raise
             self._fail(case, kinds, "out_of_memory", str(error))
             return
-        samples = self.team.slowest(samples)
+        samples, slowest = self.team.together(samples)
+        wait_s = None
+        if self.team.size > 1 and clock.is_aligned:
+            wait_s = max(0.0, sum(mean(slowest.parts[part]) - mean(samples.parts[part])
+                                  for part in ("forward", "backward")))
         for name in sorted(kinds):
-            self._add(case, name, samples, settled, outside, memory)
+            self._add(case, name, samples, settled, outside, memory, wait_s)
         self.save(self.done)
 
     def _clock(self) -> Clock:
@@ -214,7 +219,8 @@ class Measurement:
         return Work(real, make, forward)
 
     def _add(self, case: Case, kind: str, samples: Samples, settled: bool,
-             outside: dict[str, tuple[float, float]] | None, memory: Any) -> None:
+             outside: dict[str, tuple[float, float]] | None, memory: Any,
+             wait_s: float | None) -> None:
         more = (0.0, 0.0) if outside is None else outside.get(kind, (0.0, 0.0))
         selective, full = (
             samples.difference(part, "backward") if part in samples.parts else 0.0
@@ -230,7 +236,7 @@ class Measurement:
             **where, forward_s=samples.median("forward") + more_s[0],
             backward_s=samples.median("backward") + more_s[1],
             recompute_selective_s=selective, recompute_full_s=full, outside_s=sum(more_s),
-            accumulate_s=samples.median("accumulate"),
+            accumulate_s=samples.median("accumulate"), wait_s=wait_s,
             spread=spread(samples.total(("forward", "backward"))),
             num_repeats=len(samples.parts["forward"]), settled=settled)
         found = self.done.memory

@@ -75,7 +75,7 @@ def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, o
             ("norm", "staging", "update"), pairwise(moments), strict=True)}
 
     samples, _ = repeat_until_settled(once, ("update",), budget, team.agree)
-    samples = team.slowest(samples)
+    samples, _ = team.together(samples)
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-4)
     with MemoryMeter(device) as meter:

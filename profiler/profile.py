@@ -29,6 +29,8 @@ class LayerSeconds:
     recompute_*: what backward takes longer with that recompute.
     outside_s: the part of forward and backward that is work outside of the layer's module.
     accumulate_s: adding the layer's gradients to those of micro-batches before; None: not measured.
+    wait_s: mean seconds for which the processes that measured it at once would have waited for the
+        slowest, forward plus backward, where each timed part began together; None: not measured.
     settled: whether the error of the median came below what was asked for.
     """
 
@@ -44,6 +46,7 @@ class LayerSeconds:
     recompute_full_s: Seconds
     outside_s: Seconds = 0.0
     accumulate_s: Seconds | None = None
+    wait_s: Seconds | None = None
     spread: Annotated[float, Ge(0), Le(1e6)]
     num_repeats: Count
     settled: bool = True

@@ -1,8 +1,7 @@
-"""Processes that measure at once: they stay in step, and the slowest of each repeat counts.
+"""Processes that measure at once: they stay in step, and their results are averaged.
 
 Started by torchrun, every process of the host measures the same case at the same time, so that
-the load is that of a training run; alone, a process is its own team. A training step waits for its
-slowest process at every collective, so of each repeat the slowest is taken before the median.
+the load is that of a training run; alone, a process is its own team.
 """
 
 from __future__ import annotations
@@ -75,14 +74,18 @@ class Team:
         """Averages over the processes."""
         return [value / self.size for value in self._sums(values)]
 
-    def slowest(self, samples: Samples) -> Samples:
-        """Of each repeat, the process that took longest."""
+    def together(self, samples: Samples) -> tuple[Samples, Samples]:
+        """Of each repeat, (the mean over the processes, the one that took longest)."""
         if self.size == 1:
-            return samples
+            return samples, samples
         names = sorted(samples.parts)
-        tensor = torch.tensor([samples.parts[name] for name in names], dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return Samples(dict(zip(names, tensor.tolist(), strict=True)))
+        total = torch.tensor([samples.parts[name] for name in names], dtype=torch.float64)
+        most = total.clone()
+        dist.all_reduce(total)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        mean, slowest = (Samples(dict(zip(names, values.tolist(), strict=True)))
+                         for values in (total / self.size, most))
+        return mean, slowest
 
     def leave(self) -> None:
         """End the meeting."""

@@ -11,11 +11,16 @@ micro-batch is charged its share of that. Tensor-parallel collectives are expose
 waits for them. With sequence parallelism a column region gathers its input forward and
 reduce-scatters its gradient backward, a row region the reverse (Korthikanti et al., 2022, section
 4.2.2); without, each is one all-reduce (Shoeybi et al., 2019).
+
+Where it was measured how far processes drift apart, each collective that is waited for also costs
+the wait for the slowest process: w sqrt(t) after t seconds of work, so n of them spread over work
+of t seconds cost n w sqrt(t / n) = w sqrt(n t).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 from planner.cost.collectives import (
     all_gather_seconds,
@@ -32,7 +37,7 @@ from profiler.layer_graph import Extent, LayerKind
 
 __all__ = ["Group", "LayerCost", "LayerTimes", "ParameterCost", "accumulate_seconds", "layer_cost",
            "layer_parameters", "layer_times", "norm_bytes", "overlap_extra_s", "parameter_cost",
-           "tensor_parallel_seconds", "update_bytes", "working_seconds"]
+           "tensor_parallel_seconds", "tensor_parallel_waits", "update_bytes", "working_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,7 @@ class Group:
         shard, replicate: the spans of the axes. gathers_beside: kept parameters are gathered beside
         the first micro-batch. staging_s_per_byte: of a copy into a new buffer; 0 where it was not
         measured: on a GPU such copies run beside compute, at the bandwidth of its memory.
+    wait_s_per_root: w of the waiting at collectives; 0 where it was not measured.
     """
 
     update_bytes_per_s: float
@@ -53,6 +59,7 @@ class Group:
     replicate: Span
     gathers_beside: bool = True
     staging_s_per_byte: float = 0.0
+    wait_s_per_root: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,17 +214,31 @@ def _times(choice: Choice, compute: ComputeTimes, collectives: tuple[float, floa
     backward_s += accumulate_seconds(compute, parameters, group, num_micro_batches)
     resharded = choice.reshard and group.shard.size > 1
     gather, slowdown = parameters.gather_s, group.overlap_slowdown
+    w = group.wait_s_per_root
     backward_work = backward_s + recompute + backward_tp
     beside = parameters.reduce_each_s + (gather if resharded else 0.0)
     backward_extra = overlap_extra_s(backward_work, beside, slowdown)
     reduce_share = parameters.reduce_each_s / beside if beside else 0.0
     beside_s = forward_s + forward_tp if resharded or group.gathers_beside else 0.0
     forward_extra = overlap_extra_s(beside_s, gather, slowdown)
-    return (
-        forward_s, backward_s, recompute, forward_tp, backward_tp,
-        forward_extra / (1 if resharded else num_micro_batches),
-        backward_extra * (1 - reduce_share), backward_extra * reduce_share,
-        max(0.0, backward_work - beside))
+    gather_forward = forward_extra / (1 if resharded else num_micro_batches)
+    gather_backward, reduction = backward_extra * (1 - reduce_share), backward_extra * reduce_share
+    if w and (group.shard.size > 1 or group.replicate.size > 1):
+        waits = _waits(parameters, forward_s, backward_s + recompute, resharded, w)
+        gather_forward += waits[0] / (1 if resharded else num_micro_batches)
+        gather_backward += waits[1]
+        reduction += waits[2] / (1 if parameters.reduce_each_s else num_micro_batches)
+    return (forward_s, backward_s, recompute, forward_tp, backward_tp, gather_forward,
+            gather_backward, reduction, max(0.0, backward_work - beside))
+
+
+def _waits(parameters: ParameterCost, forward_s: float, backward_s: float, resharded: bool,
+           wait_s_per_root: float) -> tuple[float, float, float]:
+    """Waiting at (the gather before forward, the one before backward, the reduction)."""
+    gathers = float(parameters.gather_s > 0)
+    again, reduces = gathers * resharded, float(parameters.reduce_s + parameters.reduce_each_s > 0)
+    each = wait_s_per_root * sqrt(backward_s / max(1.0, again + reduces))
+    return gathers * wait_s_per_root * sqrt(forward_s), again * each, reduces * each
 
 
 def working_seconds(choice: Choice, compute: ComputeTimes,
@@ -266,3 +287,23 @@ def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span:
         backward = sum(all_reduce_seconds(x, span) for x in entries)
     again = {"none": 0.0, "selective": gather_in, "full": forward}[choice.recompute]
     return forward, backward, again
+
+
+def tensor_parallel_waits(kind: LayerKind, choice: Choice, shard: Shard, compute: ComputeTimes,
+                          wait_s_per_root: float) -> tuple[float, float, float]:
+    """(forward, backward, recompute) seconds of waiting at the collectives of
+    `tensor_parallel_seconds`."""
+    if kind.tensor_parallel is None or not wait_s_per_root or not (
+            choice.tensor_parallel or shard.sequence_parallel):
+        return 0.0, 0.0, 0.0
+    entries, exits = len(kind.tensor_parallel.entries), len(kind.tensor_parallel.exits)
+    if not choice.tensor_parallel:
+        forward, backward, selective = 1, 1, 0
+    elif shard.sequence_parallel:
+        forward, backward, selective = entries + exits, entries + exits, entries
+    else:
+        forward, backward, selective = exits, entries, 0
+    again = {"none": 0, "selective": selective, "full": forward}[choice.recompute]
+    return (wait_s_per_root * sqrt(forward * compute.forward_s),
+            wait_s_per_root * sqrt(backward * compute.backward_s),
+            wait_s_per_root * sqrt(again * compute.recompute_s(choice.recompute)))

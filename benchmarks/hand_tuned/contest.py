@@ -29,13 +29,13 @@ class Pace:
     """How thoroughly: of the profile (error, seconds a case), the links, and the turns."""
 
     error: float = 0.02
-    case_s: float = 1.0
+    case_s: float = 0.5
     link_sizes: tuple[int, ...] = (2**12, 2**17, 2**21)
     link_s: float = 0.25
     link_repeats: int = 8
-    num_random: int = 3
+    num_random: int = 2
     turns: int = 2
-    final_turns: int = 5
+    final_turns: int = 4
     timeout_s: float = 400.0
 
 

@@ -47,7 +47,7 @@ __all__ = ["Job", "measure"]
 
 TIMEOUT_S = 600
 MEASURE_S = 300.0
-HOPELESS = 2.0
+HOPELESS = 1.5
 """A layout this many times slower than the fastest gets one turn: more would decide nothing."""
 FAR = 8.0
 """One that takes this many times as long to build and run once is not run again."""
@@ -267,6 +267,8 @@ class _Stable:
             run.clock.settle()
             run.clock.forget()
             self.runs[index] = run
+            gc.collect()
+            gc.freeze()  # else a step of one layout would look through all others
         return run
 
     def _settle(self, index: int) -> None:

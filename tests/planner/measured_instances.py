@@ -34,6 +34,7 @@ def make_profile(graph: LayerGraph, instance: Instance, rng: random.Random, *,
                     recompute_selective_s=times.forward_s * rng.uniform(0, 2),
                     recompute_full_s=times.forward_s * rng.uniform(0, 2), spread=0.01,
                     accumulate_s=rng.choice([None, times.backward_s * rng.uniform(0, 1)]),
+                    wait_s=rng.choice([None, times.forward_s * rng.uniform(0, 0.5)]),
                     num_repeats=5))
     memory = tuple(make_bytes(row, rng) for row in rows if rng.random() < share)
     stored = "float32" if size.stored_bytes == 4 else "bfloat16"

@@ -142,6 +142,26 @@ def test_what_is_not_measured_is_said() -> None:
     assert priced.prediction.measured_share == 0.0
 
 
+def test_waiting_is_of_the_rows_that_measured_it() -> None:
+    graph = profiled(row(micro_batch=1, forward_s=4.0, backward_s=9.0, wait_s=1.0),
+                     row(micro_batch=2, forward_s=1.0, backward_s=16.0, wait_s=1.0),
+                     row(micro_batch=4))
+    measured = MeasuredLayers(graph, graph.profiles[0])
+    assert measured.wait_s_per_root == pytest.approx(2.0 / (2 + 3 + 1 + 4))
+    assert MeasuredLayers(graph, None).wait_s_per_root == 0.0
+    assert MeasuredLayers(graph, profiled(row()).profiles[0]).wait_s_per_root == 0.0
+
+
+def test_a_fused_update_is_not_an_unfused_one() -> None:
+    made = [UpdateSeconds(optimizer="adamw", fused=fused, stored_dtype="float32",
+                          num_parameters=1000, update_s=seconds, norm_s=1e-3, temporary_bytes=0,
+                          spread=0.0) for fused, seconds in ((True, 1.0), (False, 4.0))]
+    graph = profiled(row(), updates=tuple(made))
+    for update in made:
+        coster = Coster(graph, cluster(1), request(fused_optimizer=update.fused))
+        assert coster.measured[0].update(coster.request) == update
+
+
 def held(micro_batch: int, kept: tuple[int, int, int], peaks: tuple[int, int]) -> LayerBytes:
     return LayerBytes(kind="block", micro_batch=micro_batch, seq_len=SEQ_LEN, saved=(),
                       kept_bytes=kept[0], kept_selective_bytes=kept[1], kept_full_bytes=kept[2],

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from planner.cost.memory import local_parameters
 from planner.topology_files import resolve
@@ -30,7 +31,7 @@ from profiler.model_command import ModelOptions, profile_model
 from profiler.profile import Profile
 from profiler.shards import CannotDivide, Emulation, HeldWhole, divided
 from profiler.team import Team
-from profiler.timing import Budget, Clock
+from profiler.timing import Budget, Clock, Samples
 from tests.profiler.trace_models import FAMILIES
 
 CPU = torch.device("cpu")
@@ -161,6 +162,21 @@ def test_an_allocation_that_fails_is_a_result(subject: Subject,
     assert {failure.note for failure in profile.failures} == {"CUDA out of memory"}
 
 
+def test_a_team_takes_the_mean_and_the_slowest_of_each_repeat(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Samples({"forward": [1.0, 4.0], "backward": [5.0, 5.0]})
+    other = torch.tensor([[7.0, 3.0], [2.0, 2.0]], dtype=torch.float64)  # backward, forward
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        tensor.copy_(tensor + other if op == dist.ReduceOp.SUM else torch.maximum(tensor, other))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    mean, slowest = Team(2, 0).together(mine)
+    assert mean.parts == {"backward": [6.0, 4.0], "forward": [1.5, 3.0]}
+    assert slowest.parts == {"backward": [7.0, 5.0], "forward": [2.0, 4.0]}
+    assert Team(1, 0).together(mine) == (mine, mine)
+
+
 def test_the_update_is_of_the_models_own_parameters(graph: LayerGraph) -> None:
     update = update_seconds(graph, CPU, "float32", "adamw", 2**30, QUICK)
     assert update.num_parameters == graph.num_parameters
@@ -191,6 +207,7 @@ def test_a_command_resumes_its_partial_file(graph: LayerGraph, tmp_path: Path,
     done = profile_model(options)
     assert len(calls) == 2 + len(graph.kinds) - 1
     assert load(LayerGraph, options.output) == done
+    assert {update.fused for update in done.profiles[0].updates} == {True, False}
     assert not (tmp_path / "out.json.partial").exists()
 
 

@@ -16,9 +16,11 @@ from planner.cost.layer import (
     ParameterCost,
     layer_cost,
     layer_parameters,
+    layer_times,
     overlap_extra_s,
     parameter_cost,
     tensor_parallel_seconds,
+    tensor_parallel_waits,
 )
 from planner.cost.memory import layer_memory
 from planner.layout import Choice
@@ -204,3 +206,37 @@ def test_the_last_reduction_hides_where_nothing_else_does() -> None:
     assert cost().window_s == pytest.approx(1.6)
     assert cost(Choice(recompute="full")).window_s == pytest.approx(2.6)
     assert cost(once=replace(ONCE, gather_s=5.0)).window_s == 0
+
+
+def test_a_collective_waits_for_the_slowest_by_the_root_of_the_work_before_it() -> None:
+    times = ComputeTimes(forward_s=4.0, backward_s=8.0, recompute_selective_s=0.5,
+                         recompute_full_s=4.0)
+    w = 0.01
+    # 1 gather and 2 reduce-scatters forward, the same number backward
+    assert tensor_parallel_waits(KIND, Choice(), SHARD, times, w) == pytest.approx(
+        (3 * w * (4.0 / 3) ** 0.5, 3 * w * (8.0 / 3) ** 0.5, 0))
+    again = [tensor_parallel_waits(KIND, Choice(recompute=mode), SHARD, times, w)[2]
+             for mode in ("selective", "full")]  # type: ignore[arg-type]
+    assert again == pytest.approx([w * 0.5 ** 0.5, w * (3 * 4.0) ** 0.5])
+    plain = replace(SHARD, sequence_parallel=False)  # an all-reduce for each exit, each entry
+    assert tensor_parallel_waits(KIND, Choice(), plain, times, w) == pytest.approx(
+        (w * 8 ** 0.5, w * 8 ** 0.5, 0))
+    assert tensor_parallel_waits(KIND, Choice(tensor_parallel=False), plain, times, w) == (0, 0, 0)
+    assert tensor_parallel_waits(KIND, Choice(), SHARD, times, 0.0) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("degrees", "reshard", "forward", "backward"), [
+    ({"replicate": 2}, False, 0, 8.0 ** 0.5 / 2),              # one reduction, after the last
+    ({"shard": 2}, False, 4.0 ** 0.5 / 2, 8.0 ** 0.5 / 2),     # one gather, before the first
+    ({"shard": 2}, True, 4.0 ** 0.5, 4.0 ** 0.5 * (1 + 1 / 2)),
+])
+def test_data_parallel_ranks_wait_for_each_other(degrees: dict[str, int], reshard: bool,
+                                                 forward: float, backward: float) -> None:
+    compute = ComputeTimes(forward_s=4.0, backward_s=8.0, recompute_selective_s=0,
+                           recompute_full_s=0)
+    alone, waiting = group(**degrees), replace(group(**degrees), wait_s_per_root=0.1)
+    found = [layer_times(Choice(reshard=reshard), compute, (0, 0, 0), parameter_cost(
+        MILLION, 0, one, REQUEST, each_micro_batch=False), one, num_micro_batches=2)
+        for one in (alone, waiting)]
+    assert found[1].forward_s - found[0].forward_s == pytest.approx(0.1 * forward)
+    assert found[1].backward_s - found[0].backward_s == pytest.approx(0.1 * backward)

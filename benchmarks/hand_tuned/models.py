@@ -17,7 +17,7 @@ from executor.losses import Loss, cross_entropy, mean_squared_error
 __all__ = ["SAMPLES", "batch_of", "convnet", "deep_narrow", "encoder_decoder", "frozen_trunk",
            "gpt", "llama", "mlp", "wide_embedding"]
 
-LENGTH = 128
+LENGTH = 64
 """Tokens per sample of the models of tokens."""
 
 CLASSES = 10

@@ -21,7 +21,7 @@ MODELS = ("gpt", "deep_narrow", "wide_embedding", "llama", "encoder_decoder", "c
           "frozen_trunk", "mlp")
 """Functions of `models.py`; said here so that a scenario can be read without torch."""
 
-LENGTH = 128
+LENGTH = 64
 """Tokens per sample of the models of tokens."""
 
 TOKENS = frozenset({"gpt", "deep_narrow", "wide_embedding", "llama", "encoder_decoder"})

@@ -49,7 +49,7 @@ TIMEOUT_S = 600
 MEASURE_S = 300.0
 HOPELESS = 1.5
 """A layout this many times slower than the fastest gets one turn: more would decide nothing."""
-FAR = 8.0
+FAR = 3.0
 """One that takes this many times as long to build and run once is not run again."""
 
 

@@ -86,5 +86,9 @@ def checked(result: Result, what: str) -> JobFailed:
     why = "was not done in time" if result.timed_out else f"ended with {result.returncodes}"
     lines = [line.strip() for output in result.outputs for line in output.splitlines()
              if "Error" in line or "error:" in line]
+    hung = [line.strip() for output in result.outputs if "Timeout (" in output
+            for line in output.splitlines() if f'File "{ROOT}/executor/' in line]
+    if hung:
+        why, lines = f"hung ({why})", hung
     tail = " | ".join(lines[-3:] or result.outputs[0].splitlines()[-3:])
     return JobFailed(f"{what} {why}: {tail[:800]}")

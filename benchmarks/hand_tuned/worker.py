@@ -16,6 +16,7 @@ any moment has failed.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import json
@@ -49,8 +50,10 @@ TIMEOUT_S = 600
 MEASURE_S = 300.0
 HOPELESS = 1.5
 """A layout this many times slower than the fastest gets one turn: more would decide nothing."""
-FAR = 3.0
-"""One that takes this many times as long to build and run once is not run again."""
+HANG_S = {"cpu": 150.0, "cuda": 1800.0}
+"""Seconds for one layout to be built and run, after which every rank says where it is and ends."""
+FAR = 8.0
+"""One whose first step takes this many times as long is not run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +212,7 @@ class _Stable:
         self.loss, self.device = loss, device
         self.begin = time.monotonic()
         self.runs: dict[int, Any] = {}
+        self.first_s = 0.0
         self.problems: dict[int, str] = {}
         self.seconds: dict[int, list[float]] = {}
         self.final: dict[int, list[float]] = {}
@@ -226,15 +230,17 @@ class _Stable:
                 continue
             self._log(f"layout {index}: {describe(candidate_of(self.layouts[index]))}")
             problem, seconds = "", 0.0
+            faulthandler.dump_traceback_later(HANG_S[self.device], exit=True)
             try:
-                begin = time.perf_counter()
                 run = self._ready(index)
-                seconds = _slowest(time.perf_counter() - begin)
+                seconds = _slowest(self.first_s)
                 if not found or seconds < FAR * min(found.values()):
                     seconds = self._timed(run)
             except Exception as error:
                 problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            if problem := _agreed(problem):
+            problem = _agreed(problem)
+            faulthandler.cancel_dump_traceback_later()
+            if problem:
                 self.problems[index] = problem
                 self._log(f"layout {index}: {problem}")
                 self.runs.pop(index, None)
@@ -247,11 +253,13 @@ class _Stable:
     def turn(self, order: list[int], into: dict[int, list[float]]) -> None:
         """One turn: each layout once."""
         for index in order:
+            faulthandler.dump_traceback_later(HANG_S[self.device], exit=True)
             run = self._ready(index)
             begin = time.process_time()
             into.setdefault(index, []).extend(self._timed(run) for _ in range(self.job.steps))
             self.cpu_s[index] = _gathered((time.process_time() - begin) / self.job.steps)
             self.micro_batch_s[index] = _gathered(run.clock.micro_batch_s())
+            faulthandler.cancel_dump_traceback_later()
             self._settle(index)
 
     def _log(self, text: str) -> None:
@@ -263,7 +271,9 @@ class _Stable:
         run = self.runs.get(index)
         if run is None:
             run = _build(self.layouts[index], self.graph, self.loss(), self.device)
+            begin = time.perf_counter()
             run.step(*self.batch)
+            self.first_s = time.perf_counter() - begin
             run.clock.settle()
             run.clock.forget()
             self.runs[index] = run

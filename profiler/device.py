@@ -76,6 +76,9 @@ class Device:
     partly_aligned, unaligned: what remains of matmul_efficiency where a row of an operand is a
         multiple of 16 bytes but not of 128, and where it is not even that (tensor cores load
         aligned pieces: NVIDIA, "Matrix Multiplication Background", section on alignment).
+    scores_share, batched_share: of attention that is not fused: what remains of memory_efficiency
+        in kernels over the scores (rows in registers, random numbers for the dropout), and of
+        matmul_efficiency in its products, whose inner dimension is as narrow as a head.
     host_kernel_s: what the host needs to launch one kernel: a layer is no faster than all of its.
     context_bytes: taken by the driver's context and the libraries' workspaces.
     communicator_bytes: taken by each communicator (process group) of two or more ranks.
@@ -100,6 +103,8 @@ class Device:
     host_kernel_s: Annotated[float, Ge(0), Le(1)] = 0.0
     partly_aligned: Annotated[float, Gt(0), Le(1)] = 1.0
     unaligned: Annotated[float, Gt(0), Le(1)] = 1.0
+    scores_share: Annotated[float, Gt(0), Le(1)] = 1.0
+    batched_share: Annotated[float, Gt(0), Le(1)] = 1.0
     context_bytes: Annotated[int, Ge(0), Le(2**40)] = 0
     communicator_bytes: Annotated[int, Ge(0), Le(2**40)] = 0
     overlap_slowdown: Annotated[float, Ge(1), Le(10)] = 1.0

@@ -27,6 +27,8 @@ MAX_LAYERS, MAX_WIDTH, MAX_VOCABULARY = 2048, 2**20, 2**24
 MIXTURES = re.compile(r"experts|MoE|Mixtral|DeepSeek|Moonlight|-A\d+B|GPT.OSS|Nemotron_3", re.I)
 WITHOUT_RECOMPUTE = "vtrain_single"
 """A source that does not state its recompute, and whose tables infer what it cannot have been."""
+WITHOUT_PADDING = "vtrain_single"
+"""A source whose vocabulary is not padded where it is not divided."""
 OTHERS = re.compile(r"bert|t5_|mamba|hybrid|grpo|vision|multimodal|retro|mimo|llava", re.I)
 
 
@@ -136,12 +138,16 @@ def _vocabulary(cells: Cells, gated: bool, inferences: list[str]) -> int:
     if not size:
         size = 32000 if gated else 51200
         inferences.append(f"vocabulary: {size}")
-    multiple = 128 * (cells.count("tp") or 1)
-    padded = -(-size // multiple) * multiple
-    if not gated and padded != size and (cells.count("tp") or 1) > 1:
-        inferences.append(f"vocabulary: {size} padded to {padded}, as Megatron-LM does")
-        return padded
-    return size
+    tp = cells.count("tp") or 1
+    padded = -(-size // (128 * tp)) * 128 * tp
+    if gated or padded == size:
+        return size
+    if tp == 1 and cells.text("source_id") == WITHOUT_PADDING:
+        inferences.append(f"vocabulary: {size}, not padded: by the times of the source the output "
+                          "layer takes four times as long on one rank as divided over two")
+        return size
+    inferences.append(f"vocabulary: {size} padded to {padded}, as Megatron-LM does")
+    return padded
 
 
 def _layers(cells: Cells, hidden: int, ffn: int, gated: bool, vocabulary: int) -> int:
@@ -253,6 +259,9 @@ def _layouts(cells: Cells, graph: LayerGraph, d: Dimensions, degrees: dict[str, 
     if zero == "3" and pp > 1:
         inferences.append("parameters kept after forward, as torchtitan does with a pipeline")
     each = zero in ("2", "3") and pp == 1
+    counts_all = pp > 1 and request["stack"].startswith("neox")
+    if counts_all:
+        inferences.append("stages: embedding, norm and output layer count as layers in the cut")
     layouts = []
     for micro_batch, v, mode in product(micro_batches, chunks, modes):
         m = gbs // dp // micro_batch
@@ -264,7 +273,7 @@ def _layouts(cells: Cells, graph: LayerGraph, d: Dimensions, degrees: dict[str, 
             num_micro_batches=m,
             schedule=Schedule(name=name, chunks=v, gradient_sync=(
                 "each_micro_batch" if each else "last_micro_batch")),
-            stages=_stages(graph, d.layers, pp * v, choice)))
+            stages=_stages(graph, d.layers, pp * v, choice, counts_all=counts_all)))
     return tuple(layouts)
 
 
@@ -313,24 +322,35 @@ def _recompute(cells: Cells, inferences: list[str]) -> str | None:
     raise UnusableRow(f"recompute {text[:30]!r}")
 
 
-def _stages(graph: LayerGraph, blocks: int, count: int, choice: Choice) -> tuple[Stage, ...]:
-    """Blocks in equal shares, the first stages one more; what is around them at both ends."""
+def _shares(count: int, parts: int) -> list[int]:
+    """Equal shares of `count`, the first ones one more."""
+    share, more = divmod(count, parts)
+    return [share + (index < more) for index in range(parts)]
+
+
+def _stages(graph: LayerGraph, blocks: int, count: int, choice: Choice, *, counts_all: bool
+            ) -> tuple[Stage, ...]:
+    """Blocks in equal shares, and what is around them at both ends; or all layers in equal shares.
+
+    Raises:
+        UnusableRow: there are more stages than layers.
+    """
     if count > blocks:
         raise UnusableRow("more stages than layers")
-    before = len(graph.layers) - blocks - 2
-    share, more = divmod(blocks, count)
+    first = len(graph.layers) - blocks - 2  # block
+    last = first + blocks
+    sizes = _shares(len(graph.layers) if counts_all else blocks, count)
+    if not counts_all:
+        sizes[0] += first
+        sizes[-1] += 2
     outside = Choice(reshard=choice.reshard)
     stages = []
-    layer = 0
-    for index in range(count):
-        runs = []
-        if index == 0:
-            runs.append(LayerRun(first_layer=0, num_layers=before, choice=outside))
-            layer = before
-        number = share + (index < more)
-        runs.append(LayerRun(first_layer=layer, num_layers=number, choice=choice))
-        layer += number
-        if index == count - 1:
-            runs.append(LayerRun(first_layer=layer, num_layers=2, choice=outside))
-        stages.append(Stage(runs=tuple(runs)))
+    start = 0
+    for size in sizes:
+        end = start + size
+        pieces = ((start, min(end, first), outside),
+                  (max(start, first), min(end, last), choice), (max(start, last), end, outside))
+        stages.append(Stage(runs=tuple(
+            LayerRun(first_layer=a, num_layers=b - a, choice=of) for a, b, of in pieces if a < b)))
+        start = end
     return tuple(stages)

@@ -77,8 +77,10 @@ class Group:
 
 
 SDS = {"attention": 0.6, "memory": 0.15, "host": 1.5, "host_link": 0.3, "network": 0.4,
-       "overlap": 0.5, "partly": 0.4, "unaligned": 1.0, "small": 0.4, "gap": 0.5, "float8": 0.3}
-STARTS = {"host": 1e-5, "gap": 2e-6, "overlap": 0.19, "partly": 0.7, "unaligned": 0.5}
+       "overlap": 0.5, "partly": 0.4, "unaligned": 1.0, "small": 0.4, "gap": 0.5, "float8": 0.3,
+       "scores": 0.5, "batched": 0.5}
+STARTS = {"host": 1e-5, "gap": 2e-6, "overlap": 0.19, "partly": 0.7, "unaligned": 0.5,
+          "scores": 0.9, "batched": 0.9}
 CACHED_BYTES = 1e7
 """Kernels that move less find much of it in the second-level cache (40 MB on A100, 50 on H100)."""
 HOST_STARTS = (-1.0, 0.5, 1.0, 1.5, 2.0)
@@ -93,10 +95,12 @@ GROUPS: tuple[Group, ...] = (
     Group(kernels="megatron-lm-2021", devices=A100, sources="sc21|readme_gpt3",
           models="3.6B|39B|310B",
           constants=("memory", "host", "host_link", "network", "partly")),
-    Group(kernels="megatron-deepspeed", devices=A100, sources="vtrain",
-          models="L24-H1024|L12-H2048|L30-H3072",
-          constants=("memory", "small", "gap", "host", "host_link", "network", "unaligned"),
-          most_rows=90),
+    Group(kernels="megatron-deepspeed", devices=A100, sources="vtrain_single",
+          models="L24-H1024|L12-H2048", most_hosts=1, most_rows=90,
+          constants=("memory", "small", "gap", "host", "host_link", "network", "unaligned",
+                     "scores")),
+    Group(kernels="megatron-deepspeed", devices=A100, sources="vtrain_multi", models="L30-H3072",
+          constants=("memory", "host", "host_link", "network", "scores", "batched")),
     Group(kernels="bigscience", devices=A100, sources="bigscience_tr11", models="181B|200B",
           constants=("memory", "host", "host_link", "network", "partly")),
     Group(kernels="neox", devices=A100, sources="alephalpha", models="13B",
@@ -168,6 +172,7 @@ def constants_of(group: Group, x: Floats, device: Device) -> Kernels:
         kernel_launch_s=number("gap"),
         host_kernel_s=number("host"),
         partly_aligned=_share(number("partly")), unaligned=_share(number("unaligned")),
+        scores_share=_share(number("scores")), batched_share=_share(number("batched")),
         overlap_slowdown=None if overlap is None else min(2.0, 1 + overlap),
         host_link_scale=float(np.exp(values["host_link"])) if "host_link" in values else None,
         network_scale=float(np.exp(values["network"])) if "network" in values else None)

@@ -17,10 +17,10 @@ from typing import Literal
 
 from planner.division import kv_copies, kv_parameters
 from profiler.device import Device
-from profiler.layer_graph import Extent, LayerKind, Op, Split
+from profiler.layer_graph import Extent, LayerKind, Op, Split, TensorParallel
 
-__all__ = ["ComputeTimes", "FusedOp", "Shard", "Source", "layer_compute", "op_seconds",
-           "split_degree"]
+__all__ = ["ComputeTimes", "FusedOp", "SeparateEntries", "Shard", "Source", "layer_compute",
+           "op_seconds", "reduced_entries", "split_degree"]
 
 
 Source = Literal["measured", "extrapolated", "analytic"]
@@ -91,6 +91,20 @@ class FusedOp(Op):
             self.otherwise)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeparateEntries(TensorParallel):
+    """Of a stack that, without sequence parallelism, reduces the gradients that several column
+    regions leave in one input each on its own: `again` are those beyond one of each entry."""
+
+    again: tuple[Extent, ...]
+
+
+def reduced_entries(parallel: TensorParallel) -> tuple[Extent, ...]:
+    """What is all-reduced backward where activations are not divided along the sequence."""
+    again = parallel.again if isinstance(parallel, SeparateEntries) else ()
+    return parallel.entries + again
+
+
 FLOAT8 = {"float8": (6, 0, 1.0), "float8_rowwise": (5, 5, 0.8)}
 """(bytes an element to cast an operand for its first matmul, for its second, rate of the matmul).
 
@@ -125,9 +139,15 @@ def op_seconds(op: Op, shard: Shard, device: Device, copies: int = 1) -> tuple[f
     flops = op.flops.at(shard.micro_batch, shard.seq_len) * work / degree
     backward_flops = op.backward_flops.at(shard.micro_batch, shard.seq_len) * work / degree
     launch = device.kernel_launch_s
-    return (max(flops / rate, _memory_seconds(moved, device)) + op.kernels * launch,
-            max(backward_flops / rate, _memory_seconds(moved_backward, device))
+    share = device.scores_share if _is_over_scores(op) else 1.0
+    return (max(flops / rate, _memory_seconds(moved, device) / share) + op.kernels * launch,
+            max(backward_flops / rate, _memory_seconds(moved_backward, device) / share)
             + (op.backward_kernels * launch if backward_flops or moved_backward else 0.0))
+
+
+def _is_over_scores(op: Op) -> bool:
+    """A step between the products of attention that is not fused: softmax or dropout."""
+    return op.kind == "attention" and op.matmul is None and op.attention is None
 
 
 def _runs_in_float8(op: Op) -> bool:
@@ -181,6 +201,8 @@ def _arithmetic(op: Op, shard: Shard, device: Device, degree: int) -> tuple[floa
         # The products of a batch fill the device together, as one of their volume.
         volume = float(shape.rows.at(b, s) * shape.columns.at(b, s) * shape.inner.at(b, s)
                        * shape.batch.at(b, s)) / degree
+        if op.kind == "attention":
+            peak *= device.batched_share
         efficiency = device.matmul_efficiency
         if shard.dtype in FLOAT8 and device.float8_efficiency is not None:
             efficiency = device.float8_efficiency
@@ -189,17 +211,24 @@ def _arithmetic(op: Op, shard: Shard, device: Device, degree: int) -> tuple[floa
     return peak * device.matmul_efficiency.fraction[-1], 1.0
 
 
+def _local_sizes(op: Op, shard: Shard, degree: int) -> tuple[int, int, int]:
+    """Rows, columns and inner dimension of one rank's part of a matmul."""
+    assert op.matmul is not None
+    rows, columns, inner = (e.at(shard.micro_batch, shard.seq_len) for e in (
+        op.matmul.rows, op.matmul.columns, op.matmul.inner))
+    if op.split in ("column", "vocabulary"):
+        columns = -(-columns // degree)
+    elif op.split == "row":
+        inner = -(-inner // degree)
+    return rows, columns, inner
+
+
 def _alignment(op: Op, shard: Shard, device: Device, degree: int) -> float:
     """What the rows of the operands in memory leave of the efficiency: of the local columns and
     inner dimension, in bytes."""
     if op.matmul is None or device.partly_aligned == device.unaligned == 1.0:
         return 1.0
-    b, s = shard.micro_batch, shard.seq_len
-    columns, inner = op.matmul.columns.at(b, s), op.matmul.inner.at(b, s)
-    if op.split in ("column", "vocabulary"):
-        columns = -(-columns // degree)
-    elif op.split == "row":
-        inner = -(-inner // degree)
+    _, columns, inner = _local_sizes(op, shard, degree)
     width = 1 if shard.dtype in FLOAT8 else shard.compute_bytes
     if columns * width % 128 == inner * width % 128 == 0:
         return 1.0
@@ -242,7 +271,9 @@ def _collectives(kind: LayerKind, shard: Shard) -> tuple[int, int]:
     if shard.tp == 1 or kind.tensor_parallel is None:
         return 0, 0
     entries, exits = len(kind.tensor_parallel.entries), len(kind.tensor_parallel.exits)
-    return (entries + exits,) * 2 if shard.sequence_parallel else (exits, entries)
+    if shard.sequence_parallel:
+        return entries + exits, entries + exits
+    return exits, len(reduced_entries(kind.tensor_parallel))
 
 
 def _kept_by_selective(op: Op) -> bool:

@@ -27,7 +27,7 @@ from planner.cost.collectives import (
     all_reduce_seconds,
     reduce_scatter_seconds,
 )
-from planner.cost.compute import ComputeTimes, Shard
+from planner.cost.compute import ComputeTimes, Shard, reduced_entries
 from planner.cost.memory import LayerMemory, local_parameters
 from planner.division import kv_copies, kv_parameters
 from planner.layout import Choice
@@ -284,7 +284,8 @@ def tensor_parallel_seconds(kind: LayerKind, choice: Choice, shard: Shard, span:
     else:
         gather_in = 0.0
         forward = sum(all_reduce_seconds(x, span) for x in exits)
-        backward = sum(all_reduce_seconds(x, span) for x in entries)
+        backward = sum(all_reduce_seconds(e.at(b, s) * width, span)
+                       for e in reduced_entries(kind.tensor_parallel))
     again = {"none": 0.0, "selective": gather_in, "full": forward}[choice.recompute]
     return forward, backward, again
 

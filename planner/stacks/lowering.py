@@ -20,9 +20,10 @@ keys, A = heads * s * s. Elements are read or written once each unless named oth
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
-from planner.cost.compute import FusedOp
+from planner.cost.compute import FusedOp, SeparateEntries
 from planner.stacks.record import Stack
 from profiler.layer_graph import (
     NOTHING,
@@ -76,6 +77,8 @@ def _kind(kind: LayerKind, stack: Stack) -> LayerKind:
             kind = _attention(kind, stack.attention == "eager", stack.float32_softmax)
         if stack.selective != "matmul-outputs":
             kind = _selective(kind, stack.selective == "core-attention")
+        if stack.reduces_each_column:
+            kind = _separate_entries(kind)
     if "loss" in stack.fused:
         kind = _loss(kind)
     if stack.whole_logits and any(op.kind == "loss" for op in kind.ops):
@@ -207,6 +210,18 @@ def _packed_attention(kind: LayerKind) -> LayerKind:
     first = Extent(per_sample=(0, (shape.heads + shape.kv_heads) * shape.head_dim, 0))
     return replace(kind, saved=(*kind.saved, TensorGroup(
         name="packed", elements=first, split="feature", kept_by_selective=True)))
+
+
+def _separate_entries(kind: LayerKind) -> LayerKind:
+    """Each column matmul of a gated MLP has an all-reduce of its own backward."""
+    _, _, after = _split_at_attention(kind)
+    columns = sum(op.kind == "matmul" and op.split == "column" for op in after)
+    parallel = kind.tensor_parallel
+    if parallel is None or columns < 2:
+        return kind
+    fields = {f.name: getattr(parallel, f.name) for f in dataclasses.fields(parallel)}
+    return replace(kind, tensor_parallel=SeparateEntries(
+        **fields, again=parallel.entries[-1:] * (columns - 1)))
 
 
 def _square(heads: int, factor: int) -> Extent:

@@ -48,6 +48,8 @@ class Stack:
         included; None: as traced.
     scatters_sends: without sequence parallelism, each tensor-parallel rank sends its part of an
         activation to the next stage, where it is gathered (Narayanan et al. 2021, section 4.1).
+    reduces_each_column: without sequence parallelism, the gradients that the two column matmuls of
+        a gated MLP leave in their input are all-reduced each on its own.
     loss: step by step as traced (`eager`), or Megatron-LM's over a divided vocabulary, in place, of
         many small kernels (`vocabulary-parallel`); `fused` may name it instead.
     gradient_bytes: of accumulated and reduced gradients; None: as the precision says.
@@ -76,6 +78,7 @@ class Stack:
     whole_logits: bool = False
     logit_bytes: Annotated[int, Ge(4), Le(64)] | None = None
     scatters_sends: bool = False
+    reduces_each_column: bool = False
     loss: Literal["eager", "vocabulary-parallel"] = "eager"
     gradient_bytes: Annotated[int, Ge(2), Le(4)] | None = None
     keeps_bfloat16_gradients: bool = False
@@ -106,6 +109,8 @@ class Kernels:
     host_kernel_s: Annotated[float, Ge(0), Le(1)] | None = None
     partly_aligned: Annotated[float, Gt(0), Le(1)] | None = None
     unaligned: Annotated[float, Gt(0), Le(1)] | None = None
+    scores_share: Annotated[float, Gt(0), Le(1)] | None = None
+    batched_share: Annotated[float, Gt(0), Le(1)] | None = None
     overlap_slowdown: Annotated[float, Ge(1), Le(2)] | None = None
     host_link_scale: Annotated[float, Gt(0), Le(4)] | None = None
     network_scale: Annotated[float, Gt(0), Le(4)] | None = None
@@ -116,7 +121,8 @@ class Kernels:
                  for name in ("matmul_efficiency", "attention_efficiency", "float8_efficiency",
                               "memory_efficiency",
                               "kernel_launch_s", "host_kernel_s", "partly_aligned",
-                              "unaligned", "overlap_slowdown")}
+                              "unaligned", "scores_share", "batched_share",
+                              "overlap_slowdown")}
         given = {name: value for name, value in given.items() if value is not None}
         return replace(device, **given) if given else device
 

@@ -86,9 +86,23 @@ def test_a_row_becomes_its_layout() -> None:
     ({"layers": ""}, "layers: 96, from the number of parameters"),
     ({"recompute": "unknown"}, "recompute: not given, the fastest that fits of none, selective, "
                                "full"),
-    ({"vocab": "~250k"}, "vocabulary: 250880")])
+    ({"vocab": "~250k"}, "vocabulary: 250880"),
+    ({"vocab": "50257", "tp": "1", "dp": "8"},
+     "vocabulary: 50257 padded to 50304, as Megatron-LM does")])
 def test_what_is_inferred_is_said(changes: dict[str, str], inference: str) -> None:
     assert inference in make_case(cells(**changes)).inferences
+
+
+def test_a_cut_that_counts_every_layer() -> None:
+    """96 blocks, embedding, norm and head in 8 stages: three of 13 layers, five of 12."""
+    layouts = [make_case(cells(source_id=source, gated_mlp="1", vpp="1", sp="0")).layouts[0]
+               for source in ("alephalpha", "korthikanti_tab5")]
+    sizes = [[sum(run.num_layers for run in stage.runs) for stage in layout.stages]
+             for layout in layouts]
+    assert sizes == [[13] * 3 + [12] * 5, [13] + [12] * 6 + [14]]
+    blocks = [[max(run.num_layers for run in stage.runs) for stage in layout.stages]
+              for layout in layouts]
+    assert blocks == [[12, 13, 13, 12, 12, 12, 12, 10], [12] * 8]
 
 
 def test_precisions_of_float8() -> None:

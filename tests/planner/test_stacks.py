@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cost.compute import ComputeTimes, FusedOp, Shard, layer_compute, op_seconds
+from planner.cost.compute import (
+    ComputeTimes,
+    FusedOp,
+    Shard,
+    layer_compute,
+    op_seconds,
+    reduced_entries,
+)
 from planner.cost.layer import working_seconds
 from planner.costing import Candidate, Coster
 from planner.layout import Choice, Mesh, Schedule
@@ -162,6 +169,34 @@ def test_the_host_launches_collectives() -> None:
         micro_batch=1, seq_len=S, tp=tp, sequence_parallel=sp), device).host_forward_s
         for tp, sp in ((1, True), (8, True), (8, False)))
     assert (group - alone, without - alone) == (4.0, 2.0)
+
+
+@pytest.mark.parametrize(("name", "field"), [("softmax", "scores_share"),
+                                             ("scores", "batched_share")])
+def test_attention_in_three_kernels_has_shares_of_its_own(name: str, field: str) -> None:
+    device = replace(load_device("a100-80g"), kernel_launch_s=0.0)
+    shares = [replace(device, **{field: share}) for share in (1.0, 0.125, 0.0625)]
+    shard = Shard(micro_batch=B, seq_len=S)
+    for op in block("megatron-lm-2021").ops:
+        whole, slow, slower = (sum(op_seconds(op, shard, d)) for d in shares)
+        if op.name == name:  # the products are bound by memory at first
+            assert whole < slow
+            assert slower == pytest.approx(2 * slow)
+        elif op.kind != "attention":
+            assert slower == whole
+
+
+def test_each_column_matmul_of_a_gated_mlp_is_reduced_apart() -> None:
+    once, again = (block(name, LLAMA).tensor_parallel for name in ("torchtitan", "neox"))
+    assert once is not None
+    assert again is not None
+    assert len(reduced_entries(once)) == len(once.entries) == len(again.entries) == 2
+    assert reduced_entries(again) == (*once.entries, once.entries[-1])
+    device = replace(load_device("a100-80g"), host_kernel_s=1.0)
+    launched = [layer_compute(block("neox", LLAMA), Shard(
+        micro_batch=1, seq_len=S, tp=8, sequence_parallel=sp), device) for sp in (False, True)]
+    assert launched[1].host_forward_s - launched[0].host_forward_s == 2.0
+    assert launched[1].host_backward_s - launched[0].host_backward_s == 1.0
 
 
 def test_a_loss_over_a_divided_vocabulary() -> None:

@@ -117,6 +117,12 @@ def _group(name: str, elements: Extent, split: Split, num_bytes: int | None = No
                        kept_by_selective=kept, is_input=is_input, is_outside=is_outside)
 
 
+def _copy(name: str, width: int) -> TensorGroup:
+    """What a norm is given, in float32."""
+    return TensorGroup(name=name, elements=_tokens(width), split="sequence", bytes_per_element=4,
+                       is_copy_of_input=True)
+
+
 def _weight(name: str, *shape: int, split: Split = "replicated", dim: int | None = None
             ) -> Parameter:
     return Parameter(name=name, shape=shape, split=split, split_dim=dim)
@@ -282,7 +288,10 @@ def _llama_block(d: Dimensions) -> LayerKind:
         _weight("input_layernorm.weight", h), _weight("post_attention_layernorm.weight", h)]
 
     def norm(name: str) -> list[TensorGroup]:
-        return [_group(name, _tokens(h + 1), "sequence", 4), _group(name, _tokens(h), "sequence"),
+        given = [_copy(name, h), _group(name, _tokens(1), "sequence", 4)]
+        made = [_group(name, _tokens(h + 1), "sequence", 4)]
+        return [*(given if name == "input_layernorm" else made),
+                _group(name, _tokens(h), "sequence"),
                 _group(name, _tokens(h), "gathered")]
 
     return LayerKind(
@@ -317,7 +326,7 @@ def _final_norm(d: Dimensions) -> LayerKind:
             ops=(_pointwise("pointwise", "sequence", 4 * h, 8 * h, num_bytes=28 * h + 24,
                             backward_bytes=76 * h + 40, kernels=8, backward_kernels=16,
                             parameters=h),),
-            saved=(_group("outside", _tokens(h + 1), "sequence", 4),
+            saved=(_copy("outside", h), _group("outside", _tokens(1), "sequence", 4),
                    _group("outside", _tokens(h), "sequence")),
             inputs=(entering,),
             forward_working_set=(_group("activations", _tokens(2 * h), "sequence"),

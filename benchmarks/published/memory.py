@@ -9,9 +9,10 @@ from benchmarks.published.price import Refused, price_cells
 from benchmarks.published.table import Cells, MeasuredRow, MemoryRow, UnusableRow
 from planner.layout import Layout, StagePrediction
 
-__all__ = ["MemoryResult", "joined", "memory_results", "verdict"]
+__all__ = ["MemoryResult", "joined", "memory_results", "peak_bytes", "verdict"]
 
 UNITS = {"GiB": 2**30, "GB": 10**9, "MB": 10**6, "MiB": 2**20}
+FROM_A_SHELL = "GB rounded"
 RESERVED = 1.1
 """What the caching allocator reserves, over what it allocates: the median of the runs that publish
 both (Dazz993/Mist, benchmark logs on L4)."""
@@ -82,13 +83,16 @@ def _clearly_out(rows: Iterable[MemoryRow]) -> frozenset[str]:
                             for m, k, _ in group))
 
 
-def _peak(layout: Layout, kind: str) -> float:
+def peak_bytes(layout: Layout, kind: str, devices_per_host: int | None) -> float:
     """Predicted bytes as the source counts them: allocated by the framework, reserved by it, or
-    seen from outside; of the last rank where only that one reports."""
+    seen from outside; of the last rank where only that one reports, and of the first host where
+    the source says a size seen from outside and not where (a shell is on that one)."""
     assert layout.prediction is not None
     stages = layout.prediction.stages
     if "last rank" in kind.lower():
         stages = stages[-1:]
+    elif kind == FROM_A_SHELL and devices_per_host:
+        stages = stages[:-(-devices_per_host * layout.mesh.pp // layout.mesh.num_devices)]
     return max(_counted(stage, kind) for stage in stages)
 
 
@@ -114,7 +118,8 @@ def memory_results(rows: Iterable[MemoryRow], measured: Iterable[MeasuredRow]
                 raise UnusableRow("neither a verdict nor a peak")
             value = row.cells.number("value")
             unit = row.cells.text("unit")
-            layout, _ = price_cells(joined(row, by_id))
+            cells = joined(row, by_id)
+            layout, _ = price_cells(cells)
         except UnusableRow as error:
             refused.append(Refused(row_id=row.row_id, source_id=row.source_id, reason=str(error)))
             continue
@@ -124,6 +129,6 @@ def memory_results(rows: Iterable[MemoryRow], measured: Iterable[MeasuredRow]
         results.append(MemoryResult(
             row_id=row.row_id, source_id=row.source_id, published_fits=truth, fits=over <= 0,
             over=over, clear=row.row_id in clear, published_peak_bytes=peak, unit=unit,
-            predicted_peak_bytes=None if peak is None else _peak(
-                layout, row.cells.text("value_kind"))))
+            predicted_peak_bytes=None if peak is None else peak_bytes(
+                layout, row.cells.text("value_kind"), cells.count("gpus_per_node"))))
     return results, refused

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from benchmarks.published.fit import Group, Sample, constants_of, errors, fit, s
 from benchmarks.published.fit_memory import wrong_verdicts
 from benchmarks.published.graphs import Dimensions, make_graph
 from benchmarks.published.hardware import stack_of
-from benchmarks.published.memory import memory_results
-from benchmarks.published.price import measured_seconds, price_rows
+from benchmarks.published.memory import memory_results, peak_bytes
+from benchmarks.published.price import measured_seconds, price_cells, price_rows
 from benchmarks.published.score import memory_scores, spearman, sweeps_of
 from benchmarks.published.table import (
     Cells,
@@ -193,6 +194,21 @@ def test_a_run_is_clearly_out_where_one_that_needs_less_is(tmp_path: Path) -> No
     assert {r.row_id for r in results if r.clear} == {"larger", "kept"}
     (score, overall) = memory_scores(results)
     assert (score.clear, overall.clear) == (2, 2)
+
+
+def test_a_peak_seen_from_a_shell_is_of_the_first_host() -> None:
+    layout, _ = price_cells(cells())
+    assert layout.prediction is not None
+    first, second, *rest = (s.total_memory_bytes for s in layout.prediction.stages)
+    assert first > second > max(rest[:-1])
+    smaller, *_ = rest
+    assert peak_bytes(layout, "GB rounded", 8) == first
+    last = peak_bytes(layout, "GiB of the last rank", 8)
+    assert last < smaller
+    whole = replace(layout, prediction=replace(
+        layout.prediction, stages=layout.prediction.stages[::-1]))
+    assert peak_bytes(whole, "GB rounded", 8) < peak_bytes(whole, "GB rounded", 64) == first
+    assert peak_bytes(whole, "GB rounded up", 8) == first
 
 
 def test_more_bytes_a_logit_turn_a_verdict() -> None:

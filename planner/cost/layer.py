@@ -303,7 +303,7 @@ def tensor_parallel_waits(kind: LayerKind, choice: Choice, shard: Shard, compute
     elif shard.sequence_parallel:
         forward, backward, selective = entries + exits, entries + exits, entries
     else:
-        forward, backward, selective = exits, entries, 0
+        forward, backward, selective = exits, len(reduced_entries(kind.tensor_parallel)), 0
     again = {"none": 0, "selective": selective, "full": forward}[choice.recompute]
     return (wait_s_per_root * sqrt(forward * compute.forward_s),
             wait_s_per_root * sqrt(backward * compute.backward_s),

@@ -174,9 +174,11 @@ class _Workers:
         if not self.ready.exists():
             assert self.result is not None
             raise checked(self.result, "measuring")
-        if len(self.parts) > 1 and not self.files.profile.exists():
-            graphs = [load(LayerGraph, part) for part in self.parts]
-            profiles = {graph.profiles[-1].device: graph.profiles[-1] for graph in graphs}
+        graphs = [load(LayerGraph, part) for part in self.parts if part.exists()]
+        if graphs:
+            # without what a process holds before it has a model: caps are beyond that
+            profiles = {graph.profiles[-1].device: replace(graph.profiles[-1], context_bytes=0)
+                        for graph in graphs}
             write_atomically(self.files.profile, dump(
                 replace(graphs[0], profiles=tuple(profiles.values())), indent=None))
 

@@ -143,8 +143,8 @@ def test_what_is_not_measured_is_said() -> None:
 
 
 def test_waiting_is_of_the_rows_that_measured_it() -> None:
-    graph = profiled(row(micro_batch=1, forward_s=4.0, backward_s=9.0, wait_s=1.0),
-                     row(micro_batch=2, forward_s=1.0, backward_s=16.0, wait_s=1.0),
+    graph = profiled(replace(row(forward_s=4.0), backward_s=9.0, wait_s=1.0),
+                     replace(row(micro_batch=2, forward_s=1.0), backward_s=16.0, wait_s=1.0),
                      row(micro_batch=4))
     measured = MeasuredLayers(graph, graph.profiles[0])
     assert measured.wait_s_per_root == pytest.approx(2.0 / (2 + 3 + 1 + 4))

@@ -255,7 +255,9 @@ class Coster:
 
     def times_of(self, candidate: Candidate) -> int:
         """The micro-batches that the costs of a layer depend on; 1 where they do not."""
-        depends = self._accumulates or candidate.mesh.dp_shard > 1
+        mesh = candidate.mesh
+        depends = (self._accumulates or mesh.dp_shard > 1
+                   or (mesh.dp_replicate > 1 and any(self._waits)))
         return candidate.num_micro_batches if depends else 1
 
     def stream_bytes_per_s(self, group: int) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from planner.costing import Coster
 from planner.layout import LayerRun, Layout, Mesh, Reference, Stage
 from planner.link_fits import with_links
 from planner.measured import MeasuredLayers, choose_profile
-from planner.pricing import price
+from planner.pricing import candidate_of, price
 from planner.request import Request
 from planner.topology import Topology
 from planner.topology_groups import Placement
@@ -150,6 +150,14 @@ def test_waiting_is_of_the_rows_that_measured_it() -> None:
     assert measured.wait_s_per_root == pytest.approx(2.0 / (2 + 3 + 1 + 4))
     assert MeasuredLayers(graph, None).wait_s_per_root == 0.0
     assert MeasuredLayers(graph, profiled(row()).profiles[0]).wait_s_per_root == 0.0
+
+
+def test_costs_of_replicas_that_wait_depend_on_the_micro_batches() -> None:
+    for wait_s, times in ((1.0, 4), (None, 1)):
+        graph = profiled(replace(row(), wait_s=wait_s))
+        coster = Coster(graph, cluster(2), request(global_batch=8))
+        made = layout(graph, Mesh(dp_replicate=2), 1, global_batch=8)
+        assert coster.times_of(candidate_of(made)) == times
 
 
 def test_a_fused_update_is_not_an_unfused_one() -> None:

@@ -191,7 +191,7 @@ class Measurement:
         self.save(self.done)
 
     def _clock(self) -> Clock:
-        return Clock(self.subject.device, self.timer, functools.partial(self.team.agree, False))
+        return Clock(self.subject.device, self.timer, self.team.align)
 
     def _as_degree_one(self, case: Case, kinds: set[str]) -> None:
         """Rows of layers that every rank holds whole."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -53,7 +52,7 @@ def update_seconds(graph: LayerGraph, device: torch.device, stored_dtype: str, o
             count += numel
     parameters = [parameter for layer in of_layer.values() for parameter in layer]
     made = make_optimizer(optimizer, parameters, fused=fused)
-    clock = Clock(device, timer, align=partial(team.agree, False))
+    clock = Clock(device, timer, align=team.align)
 
     def once() -> dict[str, float]:
         for parameter in parameters:

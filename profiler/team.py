@@ -62,6 +62,10 @@ class Team:
             raise PeerFailed("another process ran out of memory")
         return stopping == self.size
 
+    def align(self) -> None:
+        """Wait for the others; raises as `agree`."""
+        self.agree(False)
+
     def fail(self) -> None:
         """Tell the others, who are about to ask `agree`, that this process failed."""
         self._sums((0.0, 1.0))

@@ -139,7 +139,7 @@ class _Builder:
         return (view.is_own(made) and made.creator is not None
                 and self.runs[0].ops[made.creator].inside)
 
-    def _entering(self) -> list[list[int]]:
+    def _entering(self, kept_of: list[dict[int, bool]]) -> list[list[int]]:
         """The storages that the module of each layer is given, at their first reader.
 
         They are what a checkpoint of the layer keeps, so that they are none where the layer has no
@@ -147,7 +147,7 @@ class _Builder:
         """
         ignored, seen = set(self.runs[0].parameters) | self.runs[0].buffers, set[int]()
         entering: list[list[int]] = []
-        for view, kept in zip(self.views, self._kept(), strict=True):
+        for view, kept in zip(self.views, kept_of, strict=True):
             read = dict.fromkeys(use.storage for _, op in view.forward if op.inside
                                  for use in op.reads if view.backward)
             fresh = [s for s in read if s not in ignored and self._enters(view, s)
@@ -171,7 +171,7 @@ class _Builder:
         if not self.is_tokens:
             vocabulary, tables = None, set()
         kept, places, buffers = self._kept(), self.places(), self._buffer_bytes()
-        inputs = self._entering()
+        inputs = self._entering(kept)
         entered = {view.back.get(s, s) for view, own in zip(self.views, inputs, strict=True)
                    for s in own}
         saved = {actual for view in self.views for actual in view.actual.values()}

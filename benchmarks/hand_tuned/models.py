@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.hand_tuned.scenarios import LENGTH
 from executor.losses import Loss, cross_entropy, mean_squared_error
 
 __all__ = ["SAMPLES", "batch_of", "convnet", "deep_narrow", "encoder_decoder", "frozen_trunk",
            "gpt", "llama", "mlp", "wide_embedding"]
-
-LENGTH = 64
-"""Tokens per sample of the models of tokens."""
 
 CLASSES = 10
 ROWS = 64

@@ -19,8 +19,8 @@ from planner.division import kv_copies, kv_parameters
 from profiler.device import Device
 from profiler.layer_graph import Extent, LayerKind, Op, Split, TensorParallel
 
-__all__ = ["ComputeTimes", "FusedOp", "SeparateEntries", "Shard", "Source", "layer_compute",
-           "op_seconds", "reduced_entries", "split_degree"]
+__all__ = ["ComputeTimes", "FusedOp", "SeparateEntries", "Shard", "Source",
+           "collective_counts", "layer_compute", "op_seconds", "reduced_entries", "split_degree"]
 
 
 Source = Literal["measured", "extrapolated", "analytic"]
@@ -211,24 +211,17 @@ def _arithmetic(op: Op, shard: Shard, device: Device, degree: int) -> tuple[floa
     return peak * device.matmul_efficiency.fraction[-1], 1.0
 
 
-def _local_sizes(op: Op, shard: Shard, degree: int) -> tuple[int, int, int]:
-    """Rows, columns and inner dimension of one rank's part of a matmul."""
-    assert op.matmul is not None
-    rows, columns, inner = (e.at(shard.micro_batch, shard.seq_len) for e in (
-        op.matmul.rows, op.matmul.columns, op.matmul.inner))
-    if op.split in ("column", "vocabulary"):
-        columns = -(-columns // degree)
-    elif op.split == "row":
-        inner = -(-inner // degree)
-    return rows, columns, inner
-
-
 def _alignment(op: Op, shard: Shard, device: Device, degree: int) -> float:
     """What the rows of the operands in memory leave of the efficiency: of the local columns and
     inner dimension, in bytes."""
     if op.matmul is None or device.partly_aligned == device.unaligned == 1.0:
         return 1.0
-    _, columns, inner = _local_sizes(op, shard, degree)
+    b, s = shard.micro_batch, shard.seq_len
+    columns, inner = op.matmul.columns.at(b, s), op.matmul.inner.at(b, s)
+    if op.split in ("column", "vocabulary"):
+        columns = -(-columns // degree)
+    elif op.split == "row":
+        inner = -(-inner // degree)
     width = 1 if shard.dtype in FLOAT8 else shard.compute_bytes
     if columns * width % 128 == inner * width % 128 == 0:
         return 1.0
@@ -245,7 +238,7 @@ def layer_compute(kind: LayerKind, shard: Shard, device: Device) -> ComputeTimes
     forward = backward = selective = 0.0
     copies = kv_copies(kind, shard.tp)
     of_keys = {name.rpartition(".")[0] for name in kv_parameters(kind)}
-    launched, launched_backward = _collectives(kind, shard)
+    launched, launched_backward = collective_counts(kind, shard)
     launched_again = 0
     for each in kind.ops:
         op = each.on(shard) if isinstance(each, FusedOp) else each
@@ -265,7 +258,7 @@ def layer_compute(kind: LayerKind, shard: Shard, device: Device) -> ComputeTimes
                         host_selective_s=launched_again * host)
 
 
-def _collectives(kind: LayerKind, shard: Shard) -> tuple[int, int]:
+def collective_counts(kind: LayerKind, shard: Shard) -> tuple[int, int]:
     """Kernels that the layer's tensor-parallel collectives add forward and backward: they take
     their time on the links (`planner/cost/layer.py`), but the host launches them too."""
     if shard.tp == 1 or kind.tensor_parallel is None:

@@ -27,7 +27,7 @@ from planner.cost.collectives import (
     all_reduce_seconds,
     reduce_scatter_seconds,
 )
-from planner.cost.compute import ComputeTimes, Shard, reduced_entries
+from planner.cost.compute import ComputeTimes, Shard, collective_counts, reduced_entries
 from planner.cost.memory import LayerMemory, local_parameters
 from planner.division import kv_copies, kv_parameters
 from planner.layout import Choice
@@ -297,13 +297,10 @@ def tensor_parallel_waits(kind: LayerKind, choice: Choice, shard: Shard, compute
     if kind.tensor_parallel is None or not wait_s_per_root or not (
             choice.tensor_parallel or shard.sequence_parallel):
         return 0.0, 0.0, 0.0
-    entries, exits = len(kind.tensor_parallel.entries), len(kind.tensor_parallel.exits)
-    if not choice.tensor_parallel:
-        forward, backward, selective = 1, 1, 0
-    elif shard.sequence_parallel:
-        forward, backward, selective = entries + exits, entries + exits, entries
-    else:
-        forward, backward, selective = exits, len(reduced_entries(kind.tensor_parallel)), 0
+    forward, backward, selective = 1, 1, 0
+    if choice.tensor_parallel:
+        forward, backward = collective_counts(kind, shard)
+        selective = len(kind.tensor_parallel.entries) if shard.sequence_parallel else 0
     again = {"none": 0, "selective": selective, "full": forward}[choice.recompute]
     return (wait_s_per_root * sqrt(forward * compute.forward_s),
             wait_s_per_root * sqrt(backward * compute.backward_s),

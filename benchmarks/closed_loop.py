@@ -1,13 +1,15 @@
 """Profile, plan, run: predicted against measured step time of many layouts, on CPU processes.
 
-    torchrun --nproc-per-node 2 benchmarks/closed_loop.py [--rounds 6] [--json FILE]
+    torchrun --nproc-per-node 2 benchmarks/closed_loop.py [--rounds 8] [--json FILE]
     torchrun --nproc-per-node 4 benchmarks/closed_loop.py
 
 All processes profile at once, as many as the run has. Links are measured first. Then short rounds
 of profiling and one step of every layout alternate, so that what slows the machine for some seconds
-slows both, and medians over the rounds are compared. For tensor parallelism alone the rank's
-compute is compared as well: the step less the time within collectives. Goals: a mean absolute error
-of 15 %, a rank correlation of 0.9, compute of shards within 10 %.
+slows both, and medians over the rounds are compared. Every process is pinned to a core, and a
+companion uses what it leaves of its share of it (benchmarks/companion.py), so that no process is
+faster while another waits; more processes than cores have equal shares of them. For tensor
+parallelism alone the rank's compute is compared as well: the step less the time within collectives.
+Goals: a mean absolute error of 15 %, a rank correlation of 0.9, compute of shards within 10 %.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +35,7 @@ from torch.distributed import _functional_collectives as functional
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.companion import Companion, pin
 from executor import collectives
 from executor.losses import cross_entropy
 from executor.models import build_module
@@ -57,7 +61,7 @@ from profiler.team import Team
 from profiler.timing import Budget
 
 CPU = torch.device("cpu")
-SEQ_LEN, BATCH = 128, 8
+SEQ_LEN, BATCH = 64, 8
 MAPE, RANKS, COMPUTE = 0.15, 0.9, 0.10
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -80,21 +84,23 @@ class Plan:
 
 
 def plans(world: int) -> list[Plan]:
-    """Data, sharded data, tensor and pipeline parallelism, and mixtures of them."""
+    """Every way alone, with a large, a middle and the smallest micro-batch; recompute of all; and
+    on four processes their mixtures."""
     each = BATCH // world
-    found = [Plan("dp", Mesh(dp_replicate=world), each), Plan("fsdp", Mesh(dp_shard=world), each),
-             Plan("fsdp, 2 micro-batches", Mesh(dp_shard=world), each // 2),
-             Plan("tp", Mesh(tp=world), BATCH // 2), Plan("pp", Mesh(pp=world), BATCH // 4),
-             Plan("pp, small micro-batches", Mesh(pp=world), BATCH // 8),
-             Plan("pp, one micro-batch", Mesh(pp=world), BATCH),
-             Plan("fsdp, full recompute", Mesh(dp_shard=world), each, "full")]
+    ways = [("dp", Mesh(dp_replicate=world), (each, each // 2, 1)),
+            ("fsdp", Mesh(dp_shard=world), (each, each // 2, 1)),
+            ("tp", Mesh(tp=world), (BATCH // 2, 1)),
+            ("pp", Mesh(pp=world), (BATCH, BATCH // 4, 1))]
     if world == 4:
-        found += [Plan("dp 2 x tp 2", Mesh(dp_replicate=2, tp=2), 2),
-                  Plan("fsdp 2 x tp 2", Mesh(dp_shard=2, tp=2), 2),
-                  Plan("pp 2 x dp 2", Mesh(pp=2, dp_replicate=2), 2),
-                  Plan("pp 2 x tp 2", Mesh(pp=2, tp=2), 2),
-                  Plan("hsdp 2 x 2", Mesh(dp_replicate=2, dp_shard=2), 2)]
-    return [plan for plan in found if plan.micro_batch > 0]
+        ways += [("dp 2 x tp 2", Mesh(dp_replicate=2, tp=2), (2,)),
+                 ("fsdp 2 x tp 2", Mesh(dp_shard=2, tp=2), (2,)),
+                 ("pp 2 x dp 2", Mesh(pp=2, dp_replicate=2), (2,)),
+                 ("pp 2 x tp 2", Mesh(pp=2, tp=2), (2,)),
+                 ("hsdp 2 x 2", Mesh(dp_replicate=2, dp_shard=2), (2,))]
+    found = [Plan(f"{way}, micro-batch {size}", mesh, size)
+             for way, mesh, sizes in ways for size in sorted(set(sizes), reverse=True) if size]
+    return [*found, Plan("fsdp, full recompute", Mesh(dp_shard=world), each, "full"),
+            Plan("pp, full recompute", Mesh(pp=world), BATCH // 4, "full")]
 
 
 def layout_of(graph: LayerGraph, plan: Plan) -> Layout:
@@ -236,7 +242,7 @@ def contest(name: str, options: argparse.Namespace) -> list[Row]:
             row.predicted_s.append(step_s)
             whole, compute = runner.step()
             row.measured_s.append(whole)
-            if plan.name == "tp":
+            if plan.mesh.tp == team.size:
                 row.predicted_compute_s.append(compute_s)
                 row.measured_compute_s.append(compute)
     return rows
@@ -262,23 +268,26 @@ def report(name: str, rows: list[Row]) -> dict[str, Any]:
         predicted, measured)}
     print(f"mean absolute error {found['mape']:.1%}, rank correlation "
           f"{found['rank_correlation']:.2f}", flush=True)
-    return found | {"rows": [{"layout": r.name, "predicted_s": p, "measured_s": m}
+    return found | {"rows": [{"layout": r.name, "predicted_s": p, "measured_s": m, "rounds": [list(x) for x in zip(
+                                 r.predicted_s, r.measured_s, strict=True)]}
                              for r, p, m in zip(rows, predicted, measured, strict=True)]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    pin(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     results = {}
-    for name in options.models:
-        rows = contest(name, options)
-        if dist.get_rank() == 0:
-            results[name] = report(name, rows)
+    with Companion():
+        for name in options.models:
+            rows = contest(name, options)
+            if dist.get_rank() == 0:
+                results[name] = report(name, rows)
     if options.json and dist.get_rank() == 0:
         write_atomically(options.json, json.dumps({
             "hardware": hardware_name(CPU), "date": today(), "processes": dist.get_world_size(),

@@ -1,0 +1,93 @@
+"""A process's share of a core, kept busy while the process waits.
+
+Processes that share cores stand for devices here, and a device is not faster because its neighbours
+wait. A process's companion computes in what the process leaves of its share: it has the idle
+policy (SCHED_IDLE), so that the process itself is served first, and it is in the process's control
+group or session, whose share it uses up, so that others get no more. Hyperthreads of one core then
+do not speed each other up by idling, either.
+
+    with Companion():                  # of this process, on the cores that it may use
+        ...
+
+Shares without control groups are those of the kernel's "autogroups", one for each session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+
+__all__ = ["Companion", "pin"]
+
+SIZE = 64
+"""Of the matmuls: three matrices of 16 KiB stay in a core's own caches."""
+
+
+def pin(local_rank: int) -> int | None:
+    """Keep this process, and what it starts, on one core; the core, or None (not on Linux).
+
+    Processes of consecutive ranks are dealt to the cores in turn.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[local_rank % len(cores)]
+    os.sched_setaffinity(0, {core})
+    return core
+
+
+class Companion:
+    """A process that computes while its owner waits; it ends with its owner. Only on Linux: where
+    there is no idle policy it is not started."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Companion:
+        if hasattr(os, "SCHED_IDLE"):
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(os.getpid())], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env=dict(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let others have what this process leaves, for the length of a block."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+
+def _compute(owner: int) -> None:
+    """Until the owner is gone."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    import numpy as np
+
+    a, b = (np.ones((SIZE, SIZE), dtype=np.float32) for _ in range(2))
+    product = np.empty_like(a)
+    while os.getppid() == owner:
+        for _ in range(1000):
+            np.matmul(a, b, out=product)
+
+
+if __name__ == "__main__":
+    _compute(int(sys.argv[1]))

@@ -225,7 +225,8 @@ def contest(name: str, options: argparse.Namespace) -> list[Row]:
     team = Team.join()
     holder: list[Any] = [trace_hugging_face(MODELS[name], name=name) if team.rank == 0 else None]
     dist.broadcast_object_list(holder)
-    graph, layouts = holder[0], plans(team.size)
+    graph = holder[0]
+    layouts = [p for p in plans(team.size) if not options.only or p.name in options.only]
     rows = [Row(plan.name) for plan in layouts]
     runners = [Runner.make(graph, plan) for plan in layouts]
     gc.collect()
@@ -276,6 +277,7 @@ def report(name: str, rows: list[Row]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--only", nargs="*", metavar="LAYOUT", help="of these names")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -38,6 +38,7 @@ from planner.layout import Choice
 from profiler.errors import InternalError, UnsupportedLayout
 from profiler.families import FAMILIES, NORMS, Family
 from profiler.layer_graph import LayerKind
+from profiler.local_parameters import use_local_parameters
 
 __all__ = ["TensorParallel"]
 
@@ -110,7 +111,7 @@ class TensorParallel:
         shared_kv = kv_parameters(kind) if copies > 1 else ()
         for path, inner in list(module.named_modules()):
             split_of: dict[str, str] = {}
-            slices: dict[str, int] = {}
+            slices: dict[str, tuple[int, int, int]] = {}
             for key, parameter in list(inner._parameters.items()):
                 if parameter is None:
                     continue
@@ -121,12 +122,14 @@ class TensorParallel:
                 factor = _fused_factor(parents, full) if split is not None else 1
                 dim = split.split_dim if split is not None else None
                 if split is not None and split.name in shared_kv:
-                    slices[key], dim = split.split_dim or 0, None
+                    count = self.degree // copies
+                    slices[key] = (split.split_dim or 0, count,
+                                   self.mesh.get_local_rank() * count // self.degree)
+                    dim = None
                 inner._parameters[key] = self._distributed(f"{name}.{full}", parameter, dim, factor)
             if role == "divided":
                 self._change(inner, split_of, copies)
-            self._use_local_parameters(inner, Replicate() if role == "whole" else Partial(),
-                                       slices, self.degree // copies)
+            use_local_parameters(inner, Replicate() if role == "whole" else Partial(), slices)
 
     def _distributed(self, name: str, parameter: nn.Parameter, dim: int | None,
                      factor: int) -> nn.Parameter:
@@ -183,36 +186,6 @@ class TensorParallel:
     def _wrap(self, module: nn.Module, around: Callable[..., Any]) -> None:
         forward = module.forward
         vars(module)["forward"] = lambda *a, **k: around(module, forward, *a, **k)
-
-    def _use_local_parameters(self, module: nn.Module, gradient: Any, slices: dict[str, int],
-                              num_slices: int) -> None:
-        """While `module` runs, its parameters are this rank's local tensors.
-
-        slices: of parameters that every rank holds whole, the dim of which this rank takes one of
-            `num_slices` parts (KV heads that several ranks share): the rest gets no gradient here.
-        """
-        names = [key for key, p in module._parameters.items() if p is not None]
-        if not names:
-            return
-        forward = module.forward
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            own = vars(module)  # found before `_parameters`, which stays as it is
-            for key in names:
-                parameter = module._parameters[key]
-                placements = [gradient if isinstance(p, Replicate) else p
-                              for p in parameter.placements]
-                local = parameter.to_local(grad_placements=placements)
-                if key in slices:
-                    part = self.mesh.get_local_rank() * num_slices // self.degree
-                    local = local.chunk(num_slices, slices[key])[part]
-                own[key] = local
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                for key in names:
-                    own.pop(key, None)
-        vars(module)["forward"] = call
 
     # ---- what changed modules do, on local tensors ----
 

@@ -60,7 +60,7 @@ class GroupFits:
     def seconds(self, collective: Collective, num_bytes: float) -> float | None:
         """Measured seconds, or None where this collective was not measured."""
         found = self.fits.get(collective)
-        return min(fit.seconds(num_bytes) for fit in found) if found else None
+        return min(fit.expected_seconds(num_bytes) for fit in found) if found else None
 
     def or_analytic(self, collective: Collective, num_bytes: float, analytic_s: float) -> float:
         """Measured seconds if there are any; of an ideal, the lesser of both."""

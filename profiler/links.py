@@ -6,10 +6,11 @@ tensor: what a rank has after an all-gather or before a reduce-scatter, all-redu
 
     seconds(bytes) = latency_s + bytes * s_per_byte
 
-Small messages of gloo take one of two times, so that a mean says little: of them the low percentile
-of the repeats is taken. From 1 MiB on it is the median: two ranks that both send and receive
-get a turn each in some repeats and both at once in others, and a step meets both. Both figures are
-kept of every size. Between measured sizes the points are followed.
+Small messages of gloo take one of two times: the line is fitted to the low percentile of their
+repeats. From 1 MiB on it is fitted to the median: two ranks that both send and receive get a turn
+each in some repeats and both at once in others. A step is a sum of many collectives, slow ones and
+quick ones, so what it is expected to take is made of the means. All three figures are kept of every
+size. Between measured sizes the points are followed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ LARGE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPoint:
-    """One size: the low percentile of its repeats, and their median."""
+    """One size: the low percentile of its repeats, their median, and their mean without the slowest
+    of every twenty (a machine that was away for a moment)."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -49,11 +51,17 @@ class LinkPoint:
     low_s: Seconds
     median_s: Seconds
     num_repeats: Annotated[int, Ge(1)]
+    mean_s: Seconds | None = None
 
     @property
     def seconds(self) -> float:
-        """What is expected of this size: see above."""
+        """What the line is fitted to: see above."""
         return self.median_s if self.num_bytes >= LARGE_BYTES else self.low_s
+
+    @property
+    def expected_s(self) -> float:
+        """Its part in the sum that a step is."""
+        return self.seconds if self.mean_s is None else self.mean_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +97,28 @@ class LinkFit:
 
     def seconds(self, num_bytes: float) -> float:
         """Between measured sizes linear in bytes; below as the smallest; above on by the line."""
-        first, last = self.points[0], self.points[-1]
-        if num_bytes <= first.num_bytes:
-            return first.seconds
-        if num_bytes >= last.num_bytes:
-            return last.seconds + (num_bytes - last.num_bytes) * self.s_per_byte
+        return self._follow(num_bytes, [point.seconds for point in self._around(num_bytes)])
+
+    def expected_seconds(self, num_bytes: float) -> float:
+        """The same of the means: what one of many in a step takes."""
+        return self._follow(num_bytes, [point.expected_s for point in self._around(num_bytes)])
+
+    def _around(self, num_bytes: float) -> tuple[LinkPoint, ...]:
+        """The measured sizes on both sides, or the one at this end."""
+        if num_bytes <= self.points[0].num_bytes:
+            return self.points[:1]
+        if num_bytes >= self.points[-1].num_bytes:
+            return self.points[-1:]
         right = bisect_right(self.points, num_bytes, key=lambda point: point.num_bytes)
-        low, high = self.points[right - 1], self.points[right]
-        weight = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
-        return low.seconds * (1 - weight) + high.seconds * weight
+        return self.points[right - 1:right + 1]
+
+    def _follow(self, num_bytes: float, seconds: Sequence[float]) -> float:
+        around = self._around(num_bytes)
+        if len(around) == 1:
+            return seconds[0] + max(0.0, num_bytes - around[0].num_bytes) * self.s_per_byte
+        low, high = (point.num_bytes for point in around)
+        weight = (num_bytes - low) / (high - low)
+        return seconds[0] * (1 - weight) + seconds[1] * weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

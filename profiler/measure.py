@@ -211,7 +211,7 @@ class Measurement:
             real = materialise(call.module, device)
             make: Callable[[], tuple[Any, Any]] = call.fresh_arguments
         else:
-            real = divided(call.module, kind, group, device)
+            real = divided(call.module, kind, group, device, plain=self.compile)
 
             def make() -> tuple[Any, Any]:
                 return local_arguments(*call.fresh_arguments(), group)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from profiler.local_parameters import local_tensor
 from profiler.memory_meter import MemoryMeter
 from profiler.profile import SavedTensor
 from profiler.recompute import recomputed
@@ -112,10 +113,10 @@ def _pass(work: Work, mode: str, clock: Clock, seeds: _Seeds) -> tuple[float, fl
 
 
 def _accumulate(work: Work, clock: Clock, earlier: list[torch.Tensor]) -> float:
-    """Seconds of adding the gradients of the layer to `earlier`, which the first call makes."""
+    """Seconds of adding the gradients of the layer to `earlier`, those of the first call."""
     made = [p.grad for p in work.module.parameters() if p.grad is not None]
     if not earlier:
-        earlier.extend(torch.zeros_like(grad) for grad in made)
+        earlier.extend(made)
     begin = clock.start()
     for total, grad in zip(earlier, made, strict=True):
         total.add_(grad)
@@ -137,7 +138,7 @@ def saved_tensors(work: Work) -> list[SavedTensor]:
     """
     stack = [""]
     sizes: dict[str, int] = {}
-    seen = {p.untyped_storage()._cdata for p in work.module.parameters()}
+    seen = {local_tensor(p).untyped_storage()._cdata for p in work.module.parameters()}
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

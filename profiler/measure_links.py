@@ -198,7 +198,8 @@ class _Bench:
             slowest = self._slowest(found)
             points.append(LinkPoint(
                 num_bytes=num_bytes, low_s=float(np.percentile(slowest, LOW_PERCENTILE)),
-                median_s=statistics.median(slowest), num_repeats=len(slowest)))
+                median_s=statistics.median(slowest), num_repeats=len(slowest),
+                mean_s=statistics.mean(sorted(slowest)[:len(slowest) - len(slowest) // 20])))
         return points
 
     def _count(self, run: Callable[[], Any] | None) -> int:

@@ -23,11 +23,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from profiler.building import materialise
 from profiler.families import FAMILIES, NORMS
 from profiler.layer_graph import LayerKind, Parameter
+from profiler.local_parameters import use_local_parameters
 
 __all__ = ["CannotDivide", "Emulation", "HeldWhole", "divided", "local_arguments"]
 
@@ -47,6 +50,14 @@ class Emulation:
     degree: int
     seq_len: int
     _buffers: dict[Any, torch.Tensor] = field(default_factory=dict)
+    _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """What DTensors of the group are over: nothing can be sent through it."""
+        if device_type not in self._meshes:
+            self._meshes[device_type] = DeviceMesh(device_type, torch.arange(self.degree),
+                                                   _init_backend=False, _rank=0)
+        return self._meshes[device_type]
 
     def _buffer(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """What a collective would have received: always the same memory."""
@@ -105,9 +116,12 @@ class _Scatter(torch.autograd.Function):  # type: ignore[misc]
         return ctx.group.gathered(grad), None
 
 
-def divided(module: nn.Module, kind: LayerKind, group: Emulation, device: torch.device
-            ) -> nn.Module:
+def divided(module: nn.Module, kind: LayerKind, group: Emulation, device: torch.device, *,
+            plain: bool = False) -> nn.Module:
     """A real copy of a layer of the frame with shards as its parameters.
+
+    plain: they are no DTensors. torch.compile does not know a mesh without process groups, and
+        leaves nothing of what DTensors cost.
 
     Raises:
         HeldWhole: there is nothing to divide.
@@ -135,11 +149,17 @@ def divided(module: nn.Module, kind: LayerKind, group: Emulation, device: torch.
                 else:
                     inner._parameters[name] = _shard(parameter, split.split_dim, group.degree)
     real = materialise(cut, device)
-    if splits:
-        for path, inner in list(real.named_modules()):
+    for path, inner in list(real.named_modules()):
+        if splits:
             _change(inner, found.get(path, {}), group, copies)
-            if path in sliced:
-                _use_slices(inner, sliced[path], group.degree // copies)
+        slices = sliced.get(path, {})
+        if not plain:
+            _distribute(inner, {name: None if name in slices else split.split_dim
+                                for name, split in found.get(path, {}).items()}, group)
+        elif not slices:
+            continue
+        use_local_parameters(inner, Partial(), {
+            name: (dim, group.degree // copies, 0) for name, dim in slices.items()})
     return real
 
 
@@ -173,20 +193,17 @@ def _shard(parameter: nn.Parameter, dim: int | None, degree: int) -> nn.Paramete
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
-def _use_slices(module: nn.Module, dims: Mapping[str, int], count: int) -> None:
-    """While `module` runs, some of its parameters are the first of `count` parts of them."""
-    forward = module.forward
+def _distribute(module: nn.Module, places: Mapping[str, int | None], group: Emulation) -> None:
+    """Make a module's parameters DTensors of the stand-in's mesh: as many as the shards would be.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        own = vars(module)  # found before `_parameters`, which stays as it is
-        for name, dim in dims.items():
-            own[name] = module._parameters[name].chunk(count, dim)[0]  # type: ignore[union-attr]
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            for name in dims:
-                own.pop(name, None)
-    vars(module)["forward"] = call
+    The executor's are, so that their gradients cost here what they cost there.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            dim = places.get(name)
+            made = DTensor.from_local(parameter.detach(), group.mesh(parameter.device.type),
+                                      [Replicate() if dim is None else Shard(dim)], run_check=False)
+            module._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 def _change(module: nn.Module, split_of: Mapping[str, Parameter], group: Emulation, copies: int

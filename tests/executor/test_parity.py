@@ -10,6 +10,7 @@ import torch
 
 from profiler.building import build_subject
 from profiler.capture import capture
+from profiler.local_parameters import local_tensor
 from profiler.shards import Emulation, divided, local_arguments
 from tests.executor import parity_cases, tiny
 from tests.executor.launch import torchrun
@@ -50,5 +51,5 @@ def _measured_shard(graphs: Path) -> dict[str, object]:
                 {name: list((out[0] if isinstance(out, tuple) else out).shape)}))
     args, kwargs = local_arguments(*call.fresh_arguments(), group)
     shard(*args, **kwargs)
-    return {"parameters": {n: list(p.shape) for n, p in shard.named_parameters()},
+    return {"parameters": {n: list(local_tensor(p).shape) for n, p in shard.named_parameters()},
             "results": results}

@@ -269,9 +269,12 @@ def report(name: str, rows: list[Row]) -> dict[str, Any]:
         predicted, measured)}
     print(f"mean absolute error {found['mape']:.1%}, rank correlation "
           f"{found['rank_correlation']:.2f}", flush=True)
-    return found | {"rows": [{"layout": r.name, "predicted_s": p, "measured_s": m, "rounds": [list(x) for x in zip(
-                                 r.predicted_s, r.measured_s, strict=True)]}
-                             for r, p, m in zip(rows, predicted, measured, strict=True)]}
+    return found | {"rows": [
+        {"layout": row.name, "predicted_s": p, "measured_s": m,
+         "rounds": [list(pair) for pair in zip(row.predicted_s, row.measured_s, strict=True)],
+         "compute_rounds": [list(pair) for pair in zip(
+             row.predicted_compute_s, row.measured_compute_s, strict=True)]}
+        for row, p, m in zip(rows, predicted, measured, strict=True)]}
 
 
 def main() -> None:

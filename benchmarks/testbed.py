@@ -7,14 +7,15 @@
     with TestBed(hosts=(Host(), Host()), link_bits_per_s=1e9) as bed:
         bed.torchrun(["-m", "executor", "train", "layout.json"], timeout_s=300)
 
-Every process that torchrun starts is a device of a fixed speed: it may use its share of one core
-and no more (CFS bandwidth control), whoever else is idle, so that a process that waits does not
-make another faster, as it would not on a real cluster. Its memory can be capped: a process above it
-is killed.
+Every process that torchrun starts is a device of a fixed speed: it is pinned to a core, and its
+control group has its share of that core while the others on it are busy. That they are, also while
+they wait, is what a `benchmarks.companion.Companion` in each of them is for; what no process has of
+a core is used up. (A quota would stop a process that has used it for the rest of its period, with
+the threads that serve its peers.) Its memory can be capped: a process above it is killed.
 
-Needs root, `ip`, `tc` and `nsenter`; `TestBed` says what is missing. Names carry the id of their
-owner. A janitor waits for that process to end, however it ends, and takes down what it left; what
-both leave, the next test bed takes down.
+Needs root, `ip`, `tc`, `nsenter` and `taskset`; `TestBed` says what is missing. Names carry the id
+of their owner. A janitor waits for that process to end, however it ends, and takes down what it
+left; what both leave, the next test bed takes down.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ __all__ = ["Host", "Result", "TestBed", "Unavailable", "why_unavailable"]
 
 PREFIX = "mwbed"
 CGROUPS = Path("/sys/fs/cgroup")
-PERIOD_US = 10_000
-"""Of CFS bandwidth control: short beside a step, long beside a switch between processes."""
+CORE = {"cpu.shares": 2**17, "cpu.weight": 10_000}
+"""The weight of a whole core in control groups of version 1 and 2; other tasks of the machine have
+1024 and 100."""
+LEAST_REST = 0.02
+"""Of a core, to be used up."""
 
 BURST_S = 0.001
 """Seconds of the rate that a token bucket lets through at once."""
@@ -55,7 +59,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One host: its processes, and the share of a core that each of them gets."""
+    """One host: its processes, and the share (at most 1) of a core that each of them gets."""
 
     num_processes: int = 1
     core_share: float = 1.0
@@ -81,7 +85,7 @@ def why_unavailable() -> str | None:
         return f"network namespaces are of Linux; this is {sys.platform}"
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    missing = [tool for tool in ("ip", "tc", "nsenter") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "nsenter", "taskset") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} (of iproute2 and util-linux) not found"
     return None
@@ -113,6 +117,9 @@ class TestBed:
     memory_bytes: int | None = None
     _processes: list[subprocess.Popen[str]] = field(default_factory=list)
     _groups: list[Path] = field(default_factory=list)
+    _cores: list[list[int]] = field(default_factory=list)
+    _rest: dict[int, float] = field(default_factory=dict)
+    _fillers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _janitor: subprocess.Popen[bytes] | None = None
 
     @property
@@ -131,6 +138,7 @@ class TestBed:
         problem = why_unavailable()
         if problem is not None:
             raise Unavailable(problem)
+        self._deal_cores()
         sweep()
         self._janitor = subprocess.Popen(  # its standard input ends when this process does
             [sys.executable, __file__, self.name], stdin=subprocess.PIPE, start_new_session=True)
@@ -144,6 +152,21 @@ class TestBed:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.close()
+
+    def _deal_cores(self) -> None:
+        """A core for every process, the largest shares first, each where most is left."""
+        left = dict.fromkeys(sorted(os.sched_getaffinity(0)), 1.0)
+        self._cores = [[0] * host.num_processes for host in self.hosts]
+        places = [(i, r) for i, host in enumerate(self.hosts) for r in range(host.num_processes)]
+        for i, r in sorted(places, key=lambda place: -self.hosts[place[0]].core_share):
+            core = max(left, key=lambda c: left[c])
+            left[core] -= self.hosts[i].core_share
+            self._cores[i][r] = core
+            if left[core] < -1e-6:
+                shares = sum(h.num_processes * h.core_share for h in self.hosts)
+                raise Unavailable(f"the processes need {shares:g} cores in shares of at most 1; "
+                                  f"{len(left)} are there")
+        self._rest = left
 
     def _build(self) -> None:
         bridge = self.name
@@ -186,9 +209,10 @@ class TestBed:
     def stop(self) -> None:
         """End whatever still runs."""
         self._kill()
-        for process in self._processes:
+        for process in (*self._processes, *self._fillers):
             process.wait()
         self._processes.clear()
+        self._fillers.clear()
 
     def torchrun(self, arguments: Sequence[str], *, timeout_s: float,
                  environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Result:
@@ -211,8 +235,10 @@ class TestBed:
             self._limit(f"{index}.{rank}", host.core_share, self.memory_bytes)
         groups = self._group_paths(f"{index}.$LOCAL_RANK")
         join = "".join(f"echo 0 > {group}/cgroup.procs; " for group in groups)
+        pin = "".join(f"[ $LOCAL_RANK != {rank} ] || taskset -pc {core} $$ > /dev/null; "
+                      for rank, core in enumerate(self._cores[index]))
         return [sys.executable, "-m", "torch.distributed.run", *places, "--nproc-per-node",
-                str(host.num_processes), "--no-python", "sh", "-c", join + 'exec "$@"', "sh",
+                str(host.num_processes), "--no-python", "sh", "-c", join + pin + 'exec "$@"', "sh",
                 sys.executable]
 
     def run(self, commands: Sequence[Sequence[str]], *, timeout_s: float,
@@ -231,6 +257,7 @@ class TestBed:
                                      **(environment or {})}
         outputs = []
         try:
+            self._use_up_rest()
             for index, command in enumerate(commands):
                 output = open(os.memfd_create(f"host{index}"), "w+")  # noqa: SIM115, PTH123
                 outputs.append(output)
@@ -266,7 +293,7 @@ class TestBed:
             time.sleep(0.05)
 
     def _kill(self) -> None:
-        for process in self._processes:
+        for process in (*self._processes, *self._fillers):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         _end_members(self._groups)  # torchrun starts its processes in sessions of their own
@@ -280,7 +307,21 @@ class TestBed:
         self._limit(str(host), self.hosts[host].core_share * count, total)
         join = "".join(f"echo 0 > {group}/cgroup.procs; "
                        for group in self._group_paths(str(host)))
-        return ["sh", "-c", join + 'exec "$@"', "sh"]
+        cores = ",".join(map(str, sorted(set(self._cores[host]))))
+        return ["taskset", "-c", cores, "sh", "-c", join + 'exec "$@"', "sh"]
+
+    def _use_up_rest(self) -> None:
+        """Keep busy, at its share, what no process has of a core; ends with the processes."""
+        for core, share in self._rest.items():
+            if LEAST_REST < share < 1:
+                name = f"rest{core}"
+                self._limit(name, share, None)
+                join = f"echo 0 > {self._group_paths(name)[0]}/cgroup.procs; "
+                companion = str(Path(__file__).with_name("companion.py"))
+                self._fillers.append(subprocess.Popen(
+                    ["taskset", "-c", str(core), "sh", "-c", join + 'exec "$@"', "sh",
+                     sys.executable, companion, str(os.getpid())], start_new_session=True,
+                    env=dict(os.environ) | {"OMP_NUM_THREADS": "1"}))
 
     def _group_paths(self, suffix: str) -> list[Path]:
         """Of the control groups of a host or process, without those that are not needed."""
@@ -290,23 +331,25 @@ class TestBed:
 
     def _limit(self, suffix: str, share: float, memory_bytes: int | None) -> None:
         """Make the control groups of a host or a process."""
-        quota = str(max(1000, int(share * PERIOD_US)))
         try:
             for group in self._group_paths(suffix):
                 group.mkdir(exist_ok=True)
                 if group not in self._groups:
                     self._groups.append(group)
                 if group.parent == CGROUPS:
-                    (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+                    _set_share(group / "cpu.weight", share)
                     if memory_bytes is not None:
                         (group / "memory.max").write_text(str(memory_bytes))
                 elif group.parent.name == "cpu":
-                    (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-                    (group / "cpu.cfs_quota_us").write_text(quota)
+                    _set_share(group / "cpu.shares", share)
                 else:
                     (group / "memory.limit_in_bytes").write_text(str(memory_bytes))
         except OSError as error:
             raise Unavailable(f"no control over processor time or memory: {error}") from None
+
+
+def _set_share(file: Path, share: float) -> None:
+    file.write_text(str(max(2, round(share * CORE[file.name]))))
 
 
 def _free_port() -> int:

@@ -31,8 +31,8 @@ class _Gradients:
         if stride not in self.specs:
             whole = DTensor.from_local(gradient.detach(), parameter.mesh, parameter.placements,
                                        run_check=False).stride()
-            self.specs[stride] = DTensorSpec(parameter.mesh, self.placements, tensor_meta=TensorMeta(
-                parameter.shape, whole, gradient.dtype))
+            meta = TensorMeta(parameter.shape, whole, gradient.dtype)
+            self.specs[stride] = DTensorSpec(parameter.mesh, self.placements, tensor_meta=meta)
         return self.specs[stride]
 
 

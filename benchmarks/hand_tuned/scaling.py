@@ -26,7 +26,7 @@ from profiler.documents import read_data, write_atomically
 
 __all__ = ["POINTS", "points_of", "scaling"]
 
-SHARE = 0.22
+SHARE = 0.25
 SAMPLES = 2
 """A step, of each process."""
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.companion import Companion, pin
 from benchmarks.hand_tuned import models
 from benchmarks.hand_tuned.children import in_child, join, run_alone
 from executor import parallelize
@@ -99,16 +100,20 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what was imported need not be looked through again by every collection
-    if before.model:
-        _measure("model", lambda: _profile(before))
-    if before.links:
-        _measure("links", lambda: _links(before.links))
-    rank = int(os.environ["RANK"])
-    if rank == 0:
-        write_atomically(before.ready, "")
-    while not Path(before.job).exists():
-        time.sleep(0.1)
-    compete(before.job)
+    pin(int(os.environ["LOCAL_RANK"]))
+    with Companion() as companion:
+        if before.model:
+            _measure("model", lambda: _profile(before))
+        if before.links:
+            _measure("links", lambda: _links(before.links))
+        if int(os.environ["RANK"]) == 0:
+            write_atomically(before.ready, "")
+        with companion.paused():  # it is being planned
+            while not Path(before.job).exists():
+                time.sleep(0.1)
+        compete(before.job)
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads need not be waited for
 
 
 def _measure(name: str, work: Callable[[], None]) -> None:
@@ -143,7 +148,7 @@ def _profiler(arguments: tuple[str, ...]) -> None:
 
 
 def compete(path: str) -> None:
-    """Run the layouts of a job and end."""
+    """Run the layouts of a job."""
     data = json.loads(Path(path).read_text())
     job = Job(**{**data, "layouts": tuple(data["layouts"])})
     layouts = [load(Layout, file) for file in job.layouts]
@@ -162,8 +167,6 @@ def compete(path: str) -> None:
                 problems[index] = problem
     join("contest", TIMEOUT_S)
     measure(job, layouts, graph, batch, loss, "cpu", problems, peaks)
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads need not be waited for
 
 
 def _steps(layout: Layout, graph: LayerGraph, batch: Any, loss: Loss) -> None:

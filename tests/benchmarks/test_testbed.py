@@ -66,11 +66,9 @@ else:
             assert "tbf" in result.outputs[0] and "200Mbit" in result.outputs[0]
             assert f"/{name}-0" in result.outputs[0]
             assert "10.77.0.2/24" in result.outputs[1]
-            quotas = [int((group / "cpu.cfs_quota_us").read_text())
-                      if (group / "cpu.cfs_quota_us").exists()
-                      else int((group / "cpu.max").read_text().split()[0])
-                      for group in bed._groups]
-            assert quotas == [testbed.PERIOD_US // 2] * 2
+            shares = [int((group / name).read_text()) / whole for group in bed._groups
+                      for name, whole in testbed.CORE.items() if (group / name).exists()]
+            assert shares[:2] == [0.5, 0.5]
             assert left_behind(name)
         assert not left_behind(name)
 
@@ -115,9 +113,14 @@ else:
     def test_every_process_of_torchrun_is_limited_alone() -> None:
         hosts = (Host(core_share=0.5), Host(num_processes=2, core_share=0.25))
         script = ("import os; print('GROUP', [x for x in open('/proc/self/cgroup') "
-                  "if 'mwbed' in x], os.environ['RANK'])")
+                  "if 'mwbed' in x], os.environ['RANK'], 'cores', len(os.sched_getaffinity(0)))")
         with TestBed(hosts=hosts) as bed:
             result = bed.torchrun(["-c", script], timeout_s=120)
             assert result.ok, result.outputs
             said = "".join(result.outputs)
             assert all(f"/{bed.name}-{suffix}" in said for suffix in ("0.0", "1.0", "1.1"))
+            assert said.count("cores 1") == 3
+
+    def test_more_than_the_cores_can_give_is_refused() -> None:
+        with pytest.raises(Unavailable, match=r"need .* cores"):
+            TestBed(hosts=(Host(num_processes=1 + len(os.sched_getaffinity(0))),)).__enter__()

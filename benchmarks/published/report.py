@@ -13,15 +13,18 @@ from rich.table import Table
 from benchmarks.published.memory import MemoryResult
 from benchmarks.published.price import Priced, Refused
 from benchmarks.published.score import (
+    Computed,
     Errors,
     MemoryScore,
     Sweep,
     by_source,
+    computed_rows,
     errors_of,
     memory_scores,
     refusals,
     sweeps_of,
 )
+from benchmarks.published.worst import layout_text, print_computed, print_worst, worst_json
 from planner.stacks import load_stack
 from planner.stacks.record import fitted_constants
 
@@ -38,7 +41,9 @@ class Results:
     memory_refused: list[Refused]
     errors: list[Errors]
     held_out: list[Errors]
+    held_out_rows: list[Priced]
     sweeps: list[Sweep]
+    computed: list[Computed]
     memory_scores: list[MemoryScore]
 
 
@@ -61,7 +66,8 @@ def make_results(priced: list[Priced], refused: list[Refused], memory: list[Memo
         return [*errors, errors_of("overall", rows)] if rows else []
 
     return Results(priced=priced, refused=refused, memory=memory, memory_refused=memory_refused,
-                   errors=scored(priced), held_out=scored(held_out), sweeps=sweeps_of(priced),
+                   errors=scored(priced), held_out=scored(held_out), held_out_rows=held_out,
+                   sweeps=sweeps_of(priced), computed=computed_rows(priced),
                    memory_scores=memory_scores(memory))
 
 
@@ -83,22 +89,13 @@ def print_results(results: Results, console: Console, worst: int = 10) -> None:
     console.print(_error_table("Step time: rows whose model no constant was fitted on",
                                results.held_out))
     _print_refusals(results.refused, console)
-    table = Table("row", "model", "layout", "measured s", "predicted s", "error %",
-                  title=f"The {worst} worst rows")
-    for row in sorted(results.priced, key=lambda r: -abs(r.error))[:worst]:
-        table.add_row(row.row_id, row.cells.text("model")[:24], _layout(row),
-                      f"{row.measured_s:.4g}", f"{row.predicted_s:.4g}", f"{100 * row.error:+.1f}")
-    console.print(table)
+    print_computed(results.computed, console)
     if results.sweeps:
         _print_sweeps(results.sweeps, console)
     if results.memory_scores:
         _print_memory(results, console)
-
-
-def _layout(row: Priced) -> str:
-    mesh = row.layout.mesh
-    return (f"dp {mesh.dp} tp {mesh.tp} pp {mesh.pp} x{row.layout.schedule.chunks} "
-            f"mb {row.layout.micro_batch}")
+    print_worst(results.priced, results.held_out_rows, results.held_out, results.sweeps, console,
+                worst)
 
 
 def _print_refusals(refused: Sequence[Refused], console: Console) -> None:
@@ -145,12 +142,14 @@ def to_json(results: Results) -> dict[str, Any]:
         "errors_held_out": [asdict(e) for e in results.held_out],
         "refused": refusals(results.refused),
         "sweeps": [asdict(s) for s in results.sweeps],
+        "computed": [asdict(c) for c in results.computed],
+        **worst_json(results.priced, results.held_out_rows, results.held_out, results.sweeps),
         "memory": [asdict(s) for s in results.memory_scores],
         "memory_refused": refusals(results.memory_refused),
         "rows": [{"row_id": row.row_id, "source_id": row.source_id,
                   "measured_s": row.measured_s, "predicted_s": row.predicted_s,
                   "error": row.error, "fitted_on": is_fitted_on(row),
-                  "stack": row.layout.request.stack_name, "layout": _layout(row),
+                  "stack": row.layout.request.stack_name, "layout": layout_text(row),
                   "inferences": list(row.inferences),
                   "terms_s": row.layout.prediction.step_terms_s if row.layout.prediction else {}}
                  for row in results.priced],

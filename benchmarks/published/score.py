@@ -5,15 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks.published.memory import MemoryResult
 from benchmarks.published.price import Priced, Refused
 
-__all__ = ["Errors", "MemoryScore", "Sweep", "by_source", "errors_of", "memory_scores",
-           "refusals", "spearman", "sweeps_of"]
+__all__ = ["Computed", "Errors", "MemoryScore", "Sweep", "by_source", "computed_rows", "errors_of",
+           "memory_scores", "refusals", "spearman", "sweeps_of"]
 
 LEAST_SWEEP = 10
 """Layouts of one model on the same devices and batch that make a sweep."""
+LEAST_SETS = 3
+OF_THE_BATCH = frozenset({"row_id", "gbs", "step_time_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct",
+                          "peak_mem", "source", "source_ref", "predicted_value"})
+"""Columns that may differ between runs of one layout that take more or fewer micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +38,7 @@ class Sweep:
     """Layouts of one model on the same devices and batch.
 
     spearman: rank correlation of predicted and measured seconds. regret: how much slower the layout
-        that is predicted fastest was measured than the measured best.
+        that is predicted fastest (`chosen`, a row) was measured than the measured `best`.
     """
 
     source: str
@@ -41,6 +46,18 @@ class Sweep:
     layouts: int
     spearman: float
     regret: float
+    chosen: str
+    best: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """Of the sets of rows of a source that differ in nothing but the global batch, three of them or
+    more: how many, and how many whose seconds are linear in it to a millionth. No clock is."""
+
+    source: str
+    sets: int
+    exact: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +143,34 @@ def sweeps_of(rows: Iterable[Priced]) -> list[Sweep]:
         predicted = [row.predicted_s for row in group]
         measured = [row.measured_s or 0.0 for row in group]
         chosen = min(range(len(group)), key=lambda i: predicted[i])
+        best = min(range(len(group)), key=lambda i: measured[i])
         sweeps.append(Sweep(
             source=key[0], name=f"{key[1]} on {key[5]} {key[4]}, batch {key[6]} x {key[7]}",
             layouts=len(group), spearman=spearman(predicted, measured),
-            regret=measured[chosen] / min(measured) - 1))
+            regret=measured[chosen] / measured[best] - 1,
+            chosen=group[chosen].row_id, best=group[best].row_id))
     return sweeps
+
+
+def computed_rows(rows: Iterable[Priced]) -> list[Computed]:
+    """The sources most of whose sets are exactly linear in the number of micro-batches."""
+    sets: dict[tuple[str, ...], dict[int, float]] = {}
+    for row in rows:
+        same = sorted((name, text) for name, text in row.cells.values.items()
+                      if name not in OF_THE_BATCH)
+        key = row.source_id, *(f"{name}={text}" for name, text in same)
+        sets.setdefault(key, {})[row.layout.num_micro_batches] = row.measured_s or 0.0
+    counts: dict[str, list[bool]] = {}
+    for key, seconds in sets.items():
+        if len(seconds) >= 3:
+            numbers = sorted(seconds)
+            slopes = [(seconds[b] - seconds[a]) / (b - a)
+                      for a, b in pairwise(numbers)]
+            exact = max(slopes) - min(slopes) <= 1e-6 * abs(slopes[0])
+            counts.setdefault(key[0], []).append(exact)
+    return [Computed(source=source, sets=len(found), exact=sum(found))
+            for source, found in sorted(counts.items())
+            if len(found) >= LEAST_SETS and 2 * sum(found) > len(found)]
 
 
 def memory_scores(results: Iterable[MemoryResult]) -> list[MemoryScore]:

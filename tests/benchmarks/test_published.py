@@ -11,14 +11,16 @@ from click.testing import CliRunner
 
 from benchmarks.published import __main__ as program
 from benchmarks.published.adapter import make_case
+from benchmarks.published.causes import cause_of, known_causes, largest_terms
 from benchmarks.published.fit import Group, Sample, constants_of, errors, fit, seconds
 from benchmarks.published.fit_memory import wrong_verdicts
 from benchmarks.published.graphs import Dimensions, make_graph
 from benchmarks.published.hardware import stack_of
 from benchmarks.published.memory import memory_results, peak_bytes
-from benchmarks.published.price import measured_seconds, price_cells, price_rows
-from benchmarks.published.score import memory_scores, spearman, sweeps_of
+from benchmarks.published.price import Priced, measured_seconds, price_cells, price_rows
+from benchmarks.published.score import computed_rows, memory_scores, spearman, sweeps_of
 from benchmarks.published.table import (
+    MEASURED_COLUMNS,
     Cells,
     MeasuredRow,
     UnusableRow,
@@ -180,6 +182,60 @@ def test_a_sweep_has_an_order_and_a_regret(tmp_path: Path) -> None:
     assert sweep.layouts == 12
     fastest = min(priced, key=lambda row: row.predicted_s)
     assert sweep.regret == pytest.approx((fastest.measured_s or 0) / 18.0 - 1)
+    assert sweep.chosen == fastest.row_id
+    assert sweep.best == "2"
+
+
+def priced_row(error: float, **changes: str) -> Priced:
+    """A row whose prediction is off by a relative error."""
+    layout, inferences = price_cells(cells(**changes))
+    assert layout.prediction is not None
+    row = cells(**changes)
+    return Priced(row_id=row.text("row_id"), source_id=row.text("source_id"), cells=row,
+                  layout=layout, measured_s=layout.prediction.step_s / (1 + error),
+                  inferences=inferences)
+
+
+def test_causes_are_about_rows_of_their_source_and_direction() -> None:
+    causes = known_causes()
+    assert len({cause.name for cause in causes.causes}) == len(causes.causes)
+    for cause in causes.causes:
+        assert set(cause.where) <= set(MEASURED_COLUMNS), cause.name
+        assert cause.evidence
+    many = {"source_id": "vtrain_multi", "model": "GPT-L48-H8192", "tp": "4", "dp": "2", "vpp": "1",
+            "sp": "0", "recompute": "full"}
+    found = cause_of(priced_row(-0.2, **many), causes.causes)
+    assert found is not None
+    assert (found.name, found.kind) == ("many-hosts-tp2-tp4", "unknown")
+    for error, changes in ((0.2, {}), (-0.01, {}), (-0.2, {"model": "other"}),
+                           (-0.2, {"tp": "8", "dp": "1"}), (-0.2, {"source_id": "elsewhere"})):
+        assert cause_of(priced_row(error, **many | changes), causes.causes) is None
+
+
+def test_a_row_without_a_cause_is_shown_with_its_terms(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", [table_of(row_id="alone", source_id="elsewhere")])
+    done = CliRunner().invoke(program.main, ["--table", str(path), "-o", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads((tmp_path / "published.json").read_text())["worst_rows"]
+    assert (row["row_id"], row["cause"]) == ("alone", None)
+    assert row["largest_terms"].startswith("backward compute")
+    assert "unknown" in done.output
+    assert largest_terms(priced_row(0.0), 1).startswith("backward compute")
+
+
+def test_rows_that_follow_from_one_another_are_found(tmp_path: Path) -> None:
+    def rows(bend: float) -> list[dict[str, str]]:
+        """Three layouts with 8, 16 and 32 micro-batches; a clock bends the line."""
+        return [table_of(row_id=f"{mbs}-{gbs}", gbs=str(gbs), mbs=str(mbs), vpp="1", pp="4", dp="2",
+                         step_time_s=repr(0.7 + 0.1 * mbs * (gbs + bend * (gbs > 64))))
+                for mbs in (1, 2, 4) for gbs in (16 * mbs, 32 * mbs, 64 * mbs)]
+
+    exact, measured = (price_rows(measured_rows(write(tmp_path / f"{bend}.csv", rows(bend))))[0]
+                       for bend in (0.0, 0.5))
+    (found,) = computed_rows(exact)
+    assert (found.source, found.sets, found.exact) == ("korthikanti_tab5", 3, 3)
+    assert computed_rows(measured) == []
+    assert computed_rows(exact[:6]) == []
 
 
 def test_a_run_is_clearly_out_where_one_that_needs_less_is(tmp_path: Path) -> None:
@@ -230,6 +286,11 @@ def test_attention_of_megatrons_tests(name: str, impl: str, stack: str) -> None:
     assert stack_of(cells(source_id="megatron_ci", model=name, impl=impl), []) == stack
 
 
+def test_deepspeed_of_2021_has_the_kernels_of_its_cluster() -> None:
+    assert stack_of(cells(source_id="mtnlg_sec2.4", impl=""), []) == "megatron-deepspeed-2021"
+    assert stack_of(cells(source_id="vtrain_multi", impl=""), []) == "megatron-deepspeed"
+
+
 @pytest.mark.parametrize(("content", "message"), [
     (b"a,b\n1,2\n", "has no column row_id"), (b"\xff\xfe\x00", "is not UTF-8"),
     (b"", "has no column")])
@@ -276,6 +337,11 @@ def test_the_compact_table(tmp_path: Path) -> None:
     assert sorted(counted) == sorted(ids)
     errors_by_source = {row["source"]: row for row in data["errors"]}
     held_out = {row["source"]: row for row in data["errors_held_out"]}
+    assert [row["row_id"] for row in data["worst_rows"]] == [row["row_id"] for row in sorted(
+        data["rows"], key=lambda row: -abs(row["error"]))[:10]]
+    marks = known_causes().marks
+    assert {row["source"] for row in data["above_mark"]} == {
+        source for source, row in held_out.items() if row["mean"] > marks.get(source, 1e9)}
     assert errors_by_source["overall"]["median"] < 0.05
     assert held_out["korthikanti_tab5"]["mean"] < 0.035
     assert held_out["sc21_tab1"]["mean"] < 0.05

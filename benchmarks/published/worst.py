@@ -6,13 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.published.causes import Cause, cause_of, known_causes, largest_terms
 from benchmarks.published.price import Priced
 from benchmarks.published.score import Computed, Errors, Sweep
 
 __all__ = ["above_mark", "layout_text", "print_computed", "print_worst", "worst_json"]
+
+
+SMALL = 0.05
+"""Relative error below which a row asks for no cause."""
 
 
 def layout_text(row: Priced) -> str:
@@ -60,14 +64,14 @@ def print_worst(priced: Sequence[Priced], held_out_rows: Sequence[Priced],
 def _named(row: Priced, used: dict[str, Cause]) -> str:
     cause = cause_of(row, known_causes().causes)
     if cause is None:
-        return "unknown"
+        return "unknown" if abs(row.error) >= SMALL else "-"
     used[cause.name] = cause
     return cause.name
 
 
 def _rows_table(title: str, rows: Iterable[Priced], used: dict[str, Cause]) -> Table:
     table = Table("row", "model", "layout", "measured s", "predicted s", "error %",
-                  "largest terms", "cause", title=title)
+                  "largest terms", Column("cause", overflow="fold"), title=title)
     for row in rows:
         table.add_row(row.row_id, row.cells.text("model")[:24], layout_text(row),
                       f"{row.measured_s:.4g}", f"{row.predicted_s:.4g}", f"{100 * row.error:+.1f}",
@@ -78,8 +82,10 @@ def _rows_table(title: str, rows: Iterable[Priced], used: dict[str, Cause]) -> T
 def _regret_table(sweeps: Iterable[Sweep], rows: dict[str, Priced], used: dict[str, Cause]
                   ) -> Table:
     mark = known_causes().regret_mark
-    table = Table("sweep", "regret %", "first choice", "error %", "cause", "measured best",
-                  "error %", "cause", title=f"The worst regrets (mark: {100 * mark:g} %)")
+    table = Table("sweep", "regret %", "first choice", "error %",
+                  Column("cause", overflow="fold"), "measured best", "error %",
+                  Column("cause", overflow="fold"),
+                  title=f"The worst regrets (mark: {100 * mark:g} %)")
     for sweep in sweeps:
         both = [rows[sweep.chosen], rows[sweep.best]]
         cells = [text for row in both

@@ -213,7 +213,8 @@ def test_causes_are_about_rows_of_their_source_and_direction() -> None:
 
 
 def test_a_row_without_a_cause_is_shown_with_its_terms(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.csv", [table_of(row_id="alone", source_id="elsewhere")])
+    path = write(tmp_path / "t.csv", [
+        table_of(row_id="alone", source_id="elsewhere", step_time_s="20")])
     done = CliRunner().invoke(program.main, ["--table", str(path), "-o", str(tmp_path)])
     assert done.exit_code == 0, done.output
     (row,) = json.loads((tmp_path / "published.json").read_text())["worst_rows"]

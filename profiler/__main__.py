@@ -75,6 +75,8 @@ def _check_output(path: str) -> None:
               show_default=True, help="Repeat until the median is known to this share of itself.")
 @click.option("--most-seconds", "most_s", type=click.FloatRange(min=0.1), default=20.0,
               show_default=True, help="For one case.")
+@click.option("--least-repeats", "least", type=click.IntRange(min=1), default=5,
+              show_default=True, help="Of one case, however long they take.")
 @click.option("--compile", is_flag=True, help="Run each layer through torch.compile.")
 @click.option("--memory/--no-memory", default=True, help="Measure bytes as well. [yes]")
 @click.option("--restart", is_flag=True, help="Forget what an interrupted run has measured.")

@@ -52,6 +52,7 @@ class ModelOptions:
     optimizers: tuple[str, ...] = ("adamw",)
     error: float = 0.01
     most_s: float = 20.0
+    least: int = 5
     compile: bool = False
     memory: bool = True
     restart: bool = False
@@ -107,7 +108,8 @@ def profile_model(options: ModelOptions) -> LayerGraph:
     watch = LoadWatch(device, team.per_host)
     watch.begin()
     cases = list(cases_of(options.micro_batches, seq_lens, options.degrees))
-    budget = Budget(error=options.error, most_s=options.most_s)
+    budget = Budget(error=options.error, most_s=options.most_s, least=options.least,
+                    warm_up=min(2, options.least - 1))
     try:
         with progress_bar(options.quiet or team.rank > 0,
                           len(cases) * len(graph.kinds) + 1) as advance:

@@ -72,7 +72,7 @@ def contest(options: Options) -> int:
         try:
             results[scenario.name] = _one(scenario, options, problem is None)
         except (MeshwrightError, Unavailable) as error:
-            console.print(f"{scenario.name}: {error}", style="red")
+            console.print(f"{scenario.name}: {error}", style="red", markup=False)
             failed += 1
             continue
         _write(path, results)

@@ -30,6 +30,7 @@ class Pace:
 
     error: float = 0.02
     case_s: float = 0.5
+    least: int = 3
     link_sizes: tuple[int, ...] = (2**12, 2**17, 2**21)
     link_s: float = 0.25
     link_repeats: int = 8
@@ -40,7 +41,7 @@ class Pace:
 
 
 FULL = Pace()
-QUICK = Pace(error=0.1, case_s=0.1, link_sizes=(2**12, 2**20), link_s=0.1, link_repeats=5,
+QUICK = Pace(error=0.1, case_s=0.1, least=1, link_sizes=(2**12, 2**20), link_s=0.1, link_repeats=5,
              num_random=2, turns=2, final_turns=2, timeout_s=1200.0)
 
 
@@ -159,7 +160,8 @@ class _Workers:
                 "--tensor-parallel", ",".join(map(str, scenario.degrees())),
                 *(["--seq-len", str(scenario.seq_len)] if scenario.seq_len > 1 else []),
                 "--threads", "1", "--device", "cpu", "--error", str(pace.error),
-                "--most-seconds", str(pace.case_s), "--no-memory", "--restart", "--quiet"]
+                "--most-seconds", str(pace.case_s), "--least-repeats", str(pace.least),
+                "--no-memory", "--restart", "--quiet"]
 
     def _links_arguments(self) -> list[str]:
         pace = self.pace

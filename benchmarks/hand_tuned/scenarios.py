@@ -77,8 +77,8 @@ class Scenario:
         return len({(host.count, host.core_share) for host in self.hosts}) == 1
 
     def micro_batches(self) -> list[int]:
-        """Sizes to profile: one sample, a quarter of the batch, and half of it."""
-        return sorted({1, max(1, self.global_batch // 4), max(1, self.global_batch // 2)})
+        """Sizes to profile: one sample, and half of the batch; the planner interpolates."""
+        return sorted({1, max(1, self.global_batch // 2)})
 
     def degrees(self) -> list[int]:
         """Tensor-parallel degrees to profile."""

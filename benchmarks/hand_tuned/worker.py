@@ -4,10 +4,10 @@
 
 First the model and the links are measured (`python -m profiler`), by the very processes that run
 the layouts afterwards; then they wait for the job, which somebody plans meanwhile. A layout is
-built once and kept; turn by turn each of them runs one step between two barriers (A, B, C, then C,
-B, A), so that a machine that is slower for a while is so for all. Then the fastest meet again with
-the first (the plan), so that who is called best is not who had the luckiest turns. What fails is
-agreed on by all ranks, reported, and the rest goes on.
+built once and kept; turn by turn each of them runs one step that is not counted and one between
+two barriers (A, B, C, then C, B, A), so that a machine that is slower for a while is so for all.
+Then the fastest meet again with the first (the plan), so that who is called best is not who had the
+luckiest turns. What fails is agreed on by all ranks, reported, and the rest goes on.
 
 With a memory cap every layout first runs alone, in a process forked for it: its resident set may
 grow by the cap beyond what it is without a model, and a layout of which any process held more at
@@ -258,6 +258,8 @@ class _Stable:
         for index in order:
             faulthandler.dump_traceback_later(HANG_S[self.device], exit=True)
             run = self._ready(index)
+            if self.job.keep:
+                run.step(*self.batch)  # since its last turn the caches have filled with others
             begin = time.process_time()
             into.setdefault(index, []).extend(self._timed(run) for _ in range(self.job.steps))
             self.cpu_s[index] = _gathered((time.process_time() - begin) / self.job.steps)
@@ -297,6 +299,7 @@ class _Stable:
             dist.destroy_process_group(group)
 
     def _timed(self, run: Any) -> float:
+        """Seconds of one step, the same number on all ranks: they decide by it who runs next."""
         dist.barrier()
         start = time.perf_counter()
         run.step(*self.batch)
@@ -305,7 +308,7 @@ class _Stable:
         dist.barrier()
         seconds = time.perf_counter() - start
         run.clock.settle()
-        return seconds
+        return _slowest(seconds)
 
 
 def _build(layout: Layout, graph: LayerGraph, loss: Loss, device: str) -> Any:

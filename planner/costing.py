@@ -328,16 +328,22 @@ class Coster:
     def memory(self, run: Run, choice: Choice, candidate: Candidate) -> LayerMemory:
         """The bytes of one layer of a run."""
         mesh, whole = candidate.mesh, candidate.unsharded_gradients
-        key = (run.first, choice, candidate.micro_batch, mesh.tp, mesh.dp_shard, whole)
+        copies = self.copies_replicas(mesh)
+        key = (run.first, choice, candidate.micro_batch, mesh.tp, mesh.dp_shard, whole, copies)
         memory = self._memory.get(key)
         if memory is None:
             memory = self._memory[key] = total_memory(
                 self.activations(run, choice, candidate.micro_batch, mesh.tp),
                 self.local_parameters(run, mesh.tp if choice.tensor_parallel else 1),
                 self.graph.kinds[run.kind].buffer_bytes, choice, request=self.request,
-                dp_shard=mesh.dp_shard, unsharded_gradients=whole,
+                dp_shard=mesh.dp_shard, unsharded_gradients=whole, copies_replicas=copies,
                 temporary_bytes=self.temporary_bytes)
         return memory
+
+    def copies_replicas(self, mesh: Mesh) -> bool:
+        """Whether whole parameters are copied to be computed with (see `total_memory`)."""
+        wrapped = mesh.dp_replicate > 1 or self.request.bytes.has_compute_copy
+        return self.stack.copies_messages and mesh.dp_shard == 1 and wrapped
 
     def activations(self, run: Run, choice: Choice, micro_batch: int, tp: int) -> ActivationMemory:
         """What one layer of a run keeps and works with for a micro-batch."""
@@ -433,7 +439,8 @@ class Coster:
                     else trainable * size.gradient_bytes / shard) + trainable * size.beside_bytes
         state = trainable * self.request.num_moments * size.state_bytes / shard
         stored = (trainable * size.stored_bytes + frozen * size.compute_bytes) / shard
-        has_copy = shard > 1 or (size.has_compute_copy and trainable > 0)
+        has_copy = (shard > 1 or self.copies_replicas(candidate.mesh)
+                    or (size.has_compute_copy and trainable > 0))
         copy = (trainable + frozen) * size.compute_bytes if has_copy else 0
         temporary = trainable / shard * optimizer_temporary_bytes(self.request,
                                                                   self.temporary_bytes)

@@ -96,7 +96,9 @@ def _links(coster: Coster, layout: Layout, candidate: Candidate) -> dict[str, Sh
         "tensor_parallel_collectives": _span(
             group.tp, activation * size.compute_bytes,
             ("all_gather", "reduce_scatter") if shard.sequence_parallel else ("all_reduce",)),
-        "parameter_gather": _span(group.shard, parameters * size.compute_bytes, ("all_gather",)),
+        # of replicas: copies, which are priced only where they are measured
+        "parameter_gather": {"measured": 1.0} if mesh.dp_shard == 1 else _span(
+            group.shard, parameters * size.compute_bytes, ("all_gather",)),
         "gradient_reduction": _span(group.shard, reduced, ("reduce_scatter",)) if (
             mesh.dp_shard > 1) else _span(group.replicate, reduced, ("all_reduce",)),
         "norm_latency": _mixed((1.0, _span(span, 4, ("all_reduce",)))

@@ -140,7 +140,7 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
     replicas (HSDP). Optimizer and norm: `update_bytes` and `norm_bytes` of each local parameter.
     Staging, as FSDP2 does (`torch.distributed.fsdp`, `_fsdp_collectives`): a shard is copied into a
     message, and the gathered message into the parameters; gradients are copied into a message
-    before a reduction, and pure replicas copy it once more.
+    before a reduction, and pure replicas copy it once more, and their parameters once a step.
 
     Args:
         tensor_parallel_copies: trainable parameters held whole by each tensor-parallel rank, whose
@@ -158,7 +158,8 @@ def parameter_cost(trainable: int, frozen: int, group: Group, request: Request, 
     elif group.replicate.size > 1:
         replicas_s += 2 * staged
     whole = (trainable + frozen) * size.compute_bytes
-    unpacked_s = group.staging_s_per_byte * whole * (1 + 1 / shard) if shard > 1 else 0.0
+    copies = 1 + 1 / shard if shard > 1 else float(group.replicate.size > 1)
+    unpacked_s = group.staging_s_per_byte * whole * copies
     return ParameterCost(
         gather_s=all_gather_seconds(whole, group.shard) + unpacked_s,
         reduce_s=replicas_s + copies_s + (0.0 if each_micro_batch else scatter_s),
@@ -224,7 +225,8 @@ def _times(choice: Choice, compute: ComputeTimes, collectives: tuple[float, floa
     gather_forward = forward_extra / (1 if resharded else num_micro_batches)
     gather_backward, reduction = backward_extra * (1 - reduce_share), backward_extra * reduce_share
     if w and (group.shard.size > 1 or group.replicate.size > 1):
-        waits = _waits(parameters, forward_s, backward_s + recompute, resharded, w)
+        waits = _waits(parameters, forward_s, backward_s + recompute, resharded, w,
+                       gathers=group.shard.size > 1)
         gather_forward += waits[0] / (1 if resharded else num_micro_batches)
         gather_backward += waits[1]
         reduction += waits[2] / (1 if parameters.reduce_each_s else num_micro_batches)
@@ -233,12 +235,12 @@ def _times(choice: Choice, compute: ComputeTimes, collectives: tuple[float, floa
 
 
 def _waits(parameters: ParameterCost, forward_s: float, backward_s: float, resharded: bool,
-           wait_s_per_root: float) -> tuple[float, float, float]:
+           wait_s_per_root: float, *, gathers: bool) -> tuple[float, float, float]:
     """Waiting at (the gather before forward, the one before backward, the reduction)."""
-    gathers = float(parameters.gather_s > 0)
-    again, reduces = gathers * resharded, float(parameters.reduce_s + parameters.reduce_each_s > 0)
+    gathered = float(gathers and parameters.gather_s > 0)
+    again, reduces = gathered * resharded, float(parameters.reduce_s + parameters.reduce_each_s > 0)
     each = wait_s_per_root * sqrt(backward_s / max(1.0, again + reduces))
-    return gathers * wait_s_per_root * sqrt(forward_s), again * each, reduces * each
+    return gathered * wait_s_per_root * sqrt(forward_s), again * each, reduces * each
 
 
 def working_seconds(choice: Choice, compute: ComputeTimes,

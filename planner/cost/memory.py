@@ -148,11 +148,12 @@ def activation_memory(kind: LayerKind, recompute: RecomputeMode, shard: Shard) -
 
 
 def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Request,
-                 dp_shard: int, unsharded_gradients: bool,
+                 dp_shard: int, unsharded_gradients: bool, copies_replicas: bool = False,
                  without: frozenset[str] = frozenset()) -> LayerMemory:
     """Bytes of one layer under one choice.
 
     Args:
+        copies_replicas: see `total_memory`.
         shard: with `tp` = 1 where the layer is held whole.
         unsharded_gradients: gradients accumulate whole over the micro-batches of a step.
         without: parameters charged elsewhere (tied ones that another layer holds).
@@ -160,22 +161,27 @@ def layer_memory(kind: LayerKind, choice: Choice, shard: Shard, *, request: Requ
     return total_memory(
         activation_memory(kind, choice.recompute, shard),
         local_parameters(kind, shard.tp, without), kind.buffer_bytes, choice, request=request,
-        dp_shard=dp_shard, unsharded_gradients=unsharded_gradients)
+        dp_shard=dp_shard, unsharded_gradients=unsharded_gradients,
+        copies_replicas=copies_replicas)
 
 
 def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buffer_bytes: int,
                  choice: Choice, *, request: Request, dp_shard: int, unsharded_gradients: bool,
-                 temporary_bytes: float | None = None) -> LayerMemory:
+                 copies_replicas: bool = False, temporary_bytes: float | None = None
+                 ) -> LayerMemory:
     """As `layer_memory`, from its parts.
 
     Args:
         parameters: (trainable, frozen) of this rank.
+        copies_replicas: parameters that are not sharded are computed with as copies all the same,
+            as FSDP2 does over a group of one (`_fsdp_param_group.py`, `wait_for_unshard`).
         temporary_bytes: of the optimizer step for one parameter, where that is measured.
     """
     size = request.bytes
     trainable, frozen = parameters
     gathered = (trainable + frozen) * size.compute_bytes
-    has_copy = dp_shard > 1 or (size.has_compute_copy and trainable > 0)
+    copies_all = dp_shard > 1 or copies_replicas
+    has_copy = copies_all or (size.has_compute_copy and trainable > 0)
     resharded = has_copy and choice.reshard and dp_shard > 1
     working = activations.working_set_bytes
     if resharded:
@@ -189,9 +195,8 @@ def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buf
     return LayerMemory(
         parameter_bytes=_blocks((trainable * size.stored_bytes + frozen * size.compute_bytes)
                                 / dp_shard),
-        compute_copy_bytes=_blocks(0 if not has_copy or resharded
-                                   else trainable * size.compute_bytes if dp_shard == 1
-                                   else gathered),
+        compute_copy_bytes=_blocks(0 if not has_copy or resharded else gathered if copies_all
+                                   else trainable * size.compute_bytes),
         gradient_bytes=_blocks(gradient),
         optimizer_state_bytes=_blocks(trainable * request.num_moments * size.state_bytes
                                       / dp_shard),

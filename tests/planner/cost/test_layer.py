@@ -97,6 +97,17 @@ def test_parameters_sharded_and_replicated() -> None:
     assert each.reduce_s == pytest.approx(replicas)
 
 
+def test_what_replicas_copy() -> None:
+    copying = replace(group(replicate=2), staging_s_per_byte=1e-10)
+    plain = parameter_cost(MILLION, 0, group(replicate=2), REQUEST, each_micro_batch=False)
+    cost = parameter_cost(MILLION, 0, copying, REQUEST, each_micro_batch=False)
+    # Parameters in bf16 once; gradients in float32 into the message, and into the result.
+    assert cost.gather_s == pytest.approx(2e6 * 1e-10)
+    assert cost.reduce_s - plain.reduce_s == pytest.approx(2 * 4e6 * 1e-10)
+    alone = replace(group(), staging_s_per_byte=1e-10)
+    assert parameter_cost(MILLION, 0, alone, REQUEST, each_micro_batch=False).gather_s == 0
+
+
 @pytest.mark.parametrize(("optimizer", "precision", "num_bytes"), [
     ("adamw", "bf16", 14), ("lion", "bf16-mixed", 20), ("sgd", "fp32", 12),
     ("sgd-momentum", "bf16", 10)])

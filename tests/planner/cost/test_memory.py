@@ -61,6 +61,17 @@ def test_unsharded_layer_in_mixed_precision() -> None:
     assert held.optimizer_temporary_bytes == 0
 
 
+def test_replicas_that_are_copied_to_be_computed_with() -> None:
+    whole = replace(MIXED, precision="fp32")
+    for request, width in ((MIXED, 2), (whole, 4)):
+        plain, copied = (layer_memory(
+            KIND, KEPT, SHARD, request=request, dp_shard=1, unsharded_gradients=False,
+            copies_replicas=copies) for copies in (False, True))
+        assert copied.compute_copy_bytes == blocks(width * (TRAINABLE + FROZEN))
+        assert plain.compute_copy_bytes == (2 * TRAINABLE if width == 2 else 0)
+        assert replace(copied, compute_copy_bytes=plain.compute_copy_bytes) == plain
+
+
 def test_sharded_and_gathered_again() -> None:
     held = memory(Choice(), dp_shard=4)
     assert held.parameter_bytes == blocks((4 * TRAINABLE + 2 * FROZEN) / 4)

@@ -122,7 +122,7 @@ def frozen_trunk() -> tuple[nn.Module, Any]:
 
 def mlp() -> tuple[nn.Module, Any]:
     """Wide layers, all trained: many parameters for little compute, so that links bind."""
-    return Trunk(1024, 8, 0), torch.zeros(2, ROWS, 1024)
+    return Trunk(576, 8, 0), torch.zeros(2, ROWS, 576)
 
 
 def _token_batch(vocabulary: int, both: bool = False) -> Callable[[int, torch.Generator], Any]:
@@ -155,7 +155,7 @@ SAMPLES: dict[str, tuple[Callable[[int, torch.Generator], Any], Callable[[], Los
     "encoder_decoder": (_token_batch(2048, both=True), cross_entropy),
     "convnet": (_images, cross_entropy),
     "frozen_trunk": (_vectors(768), mean_squared_error),
-    "mlp": (_vectors(1024), mean_squared_error),
+    "mlp": (_vectors(576), mean_squared_error),
 }
 """Per function: how a batch is made, and the loss."""
 

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.hand_tuned import children, command, scaling, scenarios, table
+from benchmarks.hand_tuned import children, command, scaling, scenarios, table, worker
 from benchmarks.hand_tuned.entrants import PLAN, make_field
 from benchmarks.hand_tuned.sampling import key_of, reference, sample
 from benchmarks.hand_tuned.score import geometric_mean, rank_correlation, score, speed_ups
@@ -190,6 +191,15 @@ def test_a_child_answers_or_says_why_not() -> None:
         return children.resident_bytes("VmHWM") - before - len(held)
 
     assert children.in_child(grown, 10)[0] > -2**22
+
+
+def test_all_ranks_decide_by_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that time a step a little differently would disagree on who is hopeless, and hang."""
+    monkeypatch.setattr(worker.dist, "barrier", lambda: None)
+    monkeypatch.setattr(worker, "_gathered", lambda seconds: [seconds, 7.0, 0.5])
+    stable = SimpleNamespace(batch=(), device="cpu")
+    run = SimpleNamespace(step=lambda: None, clock=SimpleNamespace(settle=lambda: None))
+    assert worker._Stable._timed(stable, run) == 7.0
 
 
 def test_a_file_of_something_else_is_not_taken_for_results(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ class _Gradients:
                                        run_check=False).stride()
             meta = TensorMeta(parameter.shape, whole, gradient.dtype)
             self.specs[stride] = DTensorSpec(parameter.mesh, self.placements, tensor_meta=meta)
-        return self.specs[stride]
+        return copy.copy(self.specs[stride])  # operations in place write into a tensor's own
 
 
 class _Local(torch.autograd.Function):  # type: ignore[misc]

@@ -37,9 +37,9 @@ __all__ = ["Host", "Result", "TestBed", "Unavailable", "why_unavailable"]
 
 PREFIX = "mwbed"
 CGROUPS = Path("/sys/fs/cgroup")
-CORE = {"cpu.shares": 2**17, "cpu.weight": 10_000}
-"""The weight of a whole core in control groups of version 1 and 2; other tasks of the machine have
-1024 and 100."""
+CORE = {"cpu.shares": 2**13, "cpu.weight": 800}
+"""The weight of a whole core in control groups of version 1 and 2. Other tasks of the machine have
+1024 and 100: enough for torchrun's agents to start beside a core that is used up."""
 LEAST_REST = 0.02
 """Of a core, to be used up."""
 
@@ -235,11 +235,11 @@ class TestBed:
             self._limit(f"{index}.{rank}", host.core_share, self.memory_bytes)
         groups = self._group_paths(f"{index}.$LOCAL_RANK")
         join = "".join(f"echo 0 > {group}/cgroup.procs; " for group in groups)
-        pin = "".join(f"[ $LOCAL_RANK != {rank} ] || taskset -pc {core} $$ > /dev/null; "
-                      for rank, core in enumerate(self._cores[index]))
+        cores = " ".join(f"{rank}) core={core};;" for rank, core in enumerate(self._cores[index]))
+        pin = f"case $LOCAL_RANK in {cores} esac; "  # no $$: torchrun substitutes in arguments
         return [sys.executable, "-m", "torch.distributed.run", *places, "--nproc-per-node",
-                str(host.num_processes), "--no-python", "sh", "-c", join + pin + 'exec "$@"', "sh",
-                sys.executable]
+                str(host.num_processes), "--no-python", "sh", "-c",
+                join + pin + 'exec taskset -c $core "$@"', "sh", sys.executable]
 
     def run(self, commands: Sequence[Sequence[str]], *, timeout_s: float,
             environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Result:

@@ -19,7 +19,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 __all__ = ["Companion", "pin"]
@@ -28,31 +28,30 @@ SIZE = 64
 """Of the matmuls: three matrices of 16 KiB stay in a core's own caches."""
 
 
-def pin(local_rank: int) -> int | None:
-    """Keep this process, and what it starts, on one core; the core, or None (not on Linux).
-
-    Processes of consecutive ranks are dealt to the cores in turn.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        return None
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[local_rank % len(cores)]
-    os.sched_setaffinity(0, {core})
-    return core
+def pin(local_rank: int) -> None:
+    """Keep this process, and what it starts, on one core (on Linux): consecutive ranks are dealt to
+    the cores in turn."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
 class Companion:
     """A process that computes while its owner waits; it ends with its owner. Only on Linux: where
-    there is no idle policy it is not started."""
+    there is no idle policy it is not started.
 
-    def __init__(self) -> None:
+    within: a command prefix that puts it where it belongs, if not where its owner is.
+    """
+
+    def __init__(self, within: Sequence[str] = ()) -> None:
+        self._within = within
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Companion:
         if hasattr(os, "SCHED_IDLE"):
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(os.getpid())], stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                [*self._within, sys.executable, __file__, str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 env=dict(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
         return self
 

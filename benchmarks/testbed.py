@@ -119,7 +119,7 @@ class TestBed:
     _groups: list[Path] = field(default_factory=list)
     _cores: list[list[int]] = field(default_factory=list)
     _rest: dict[int, float] = field(default_factory=dict)
-    _fillers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _fillers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _janitor: subprocess.Popen[bytes] | None = None
 
     @property
@@ -208,11 +208,11 @@ class TestBed:
 
     def stop(self) -> None:
         """End whatever still runs."""
+        self._fillers.close()
         self._kill()
-        for process in (*self._processes, *self._fillers):
+        for process in self._processes:
             process.wait()
         self._processes.clear()
-        self._fillers.clear()
 
     def torchrun(self, arguments: Sequence[str], *, timeout_s: float,
                  environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Result:
@@ -233,8 +233,7 @@ class TestBed:
         host = self.hosts[index]
         for rank in range(host.num_processes):
             self._limit(f"{index}.{rank}", host.core_share, self.memory_bytes)
-        groups = self._group_paths(f"{index}.$LOCAL_RANK")
-        join = "".join(f"echo 0 > {group}/cgroup.procs; " for group in groups)
+        join = _joining(self._group_paths(f"{index}.$LOCAL_RANK"))
         cores = " ".join(f"{rank}) core={core};;" for rank, core in enumerate(self._cores[index]))
         pin = f"case $LOCAL_RANK in {cores} esac; "  # no $$: torchrun substitutes in arguments
         return [sys.executable, "-m", "torch.distributed.run", *places, "--nproc-per-node",
@@ -293,7 +292,7 @@ class TestBed:
             time.sleep(0.05)
 
     def _kill(self) -> None:
-        for process in (*self._processes, *self._fillers):
+        for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         _end_members(self._groups)  # torchrun starts its processes in sessions of their own
@@ -305,23 +304,21 @@ class TestBed:
         count = self.hosts[host].num_processes
         total = None if self.memory_bytes is None else self.memory_bytes * count
         self._limit(str(host), self.hosts[host].core_share * count, total)
-        join = "".join(f"echo 0 > {group}/cgroup.procs; "
-                       for group in self._group_paths(str(host)))
+        join = _joining(self._group_paths(str(host)))
         cores = ",".join(map(str, sorted(set(self._cores[host]))))
         return ["taskset", "-c", cores, "sh", "-c", join + 'exec "$@"', "sh"]
 
     def _use_up_rest(self) -> None:
         """Keep busy, at its share, what no process has of a core; ends with the processes."""
+        from benchmarks.companion import Companion  # the janitor runs this file as a script
+
         for core, share in self._rest.items():
             if LEAST_REST < share < 1:
                 name = f"rest{core}"
                 self._limit(name, share, None)
-                join = f"echo 0 > {self._group_paths(name)[0]}/cgroup.procs; "
-                companion = str(Path(__file__).with_name("companion.py"))
-                self._fillers.append(subprocess.Popen(
-                    ["taskset", "-c", str(core), "sh", "-c", join + 'exec "$@"', "sh",
-                     sys.executable, companion, str(os.getpid())], start_new_session=True,
-                    env=dict(os.environ) | {"OMP_NUM_THREADS": "1"}))
+                join = _joining(self._group_paths(name)[:1])  # it has no memory cap
+                self._fillers.enter_context(Companion(
+                    ["taskset", "-c", str(core), "sh", "-c", join + 'exec "$@"', "sh"]))
 
     def _group_paths(self, suffix: str) -> list[Path]:
         """Of the control groups of a host or process, without those that are not needed."""
@@ -342,10 +339,15 @@ class TestBed:
                         (group / "memory.max").write_text(str(memory_bytes))
                 elif group.parent.name == "cpu":
                     _set_share(group / "cpu.shares", share)
-                else:
+                elif memory_bytes is not None:
                     (group / "memory.limit_in_bytes").write_text(str(memory_bytes))
         except OSError as error:
             raise Unavailable(f"no control over processor time or memory: {error}") from None
+
+
+def _joining(groups: Sequence[Path]) -> str:
+    """Shell commands that put the shell into control groups."""
+    return "".join(f"echo 0 > {group}/cgroup.procs; " for group in groups)
 
 
 def _set_share(file: Path, share: float) -> None:

@@ -62,7 +62,6 @@ from profiler.timing import Budget
 
 CPU = torch.device("cpu")
 SEQ_LEN, BATCH = 64, 8
-MAPE, RANKS, COMPUTE = 0.15, 0.9, 0.10
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 6,

@@ -36,6 +36,7 @@ from planner.cost.memory import (
     BLOCK_BYTES,
     ActivationMemory,
     LayerMemory,
+    compute_copy_bytes,
     local_parameters,
     optimizer_temporary_bytes,
     total_memory,
@@ -328,19 +329,19 @@ class Coster:
     def memory(self, run: Run, choice: Choice, candidate: Candidate) -> LayerMemory:
         """The bytes of one layer of a run."""
         mesh, whole = candidate.mesh, candidate.unsharded_gradients
-        copies = self.copies_replicas(mesh)
-        key = (run.first, choice, candidate.micro_batch, mesh.tp, mesh.dp_shard, whole, copies)
+        key = (run.first, choice, candidate.micro_batch, mesh.tp, mesh.dp_shard,
+               mesh.dp_replicate > 1, whole)
         memory = self._memory.get(key)
         if memory is None:
             memory = self._memory[key] = total_memory(
                 self.activations(run, choice, candidate.micro_batch, mesh.tp),
                 self.local_parameters(run, mesh.tp if choice.tensor_parallel else 1),
                 self.graph.kinds[run.kind].buffer_bytes, choice, request=self.request,
-                dp_shard=mesh.dp_shard, unsharded_gradients=whole, copies_replicas=copies,
-                temporary_bytes=self.temporary_bytes)
+                dp_shard=mesh.dp_shard, unsharded_gradients=whole,
+                copies_replicas=self._copies_replicas(mesh), temporary_bytes=self.temporary_bytes)
         return memory
 
-    def copies_replicas(self, mesh: Mesh) -> bool:
+    def _copies_replicas(self, mesh: Mesh) -> bool:
         """Whether whole parameters are copied to be computed with (see `total_memory`)."""
         wrapped = mesh.dp_replicate > 1 or self.request.bytes.has_compute_copy
         return self.stack.copies_messages and mesh.dp_shard == 1 and wrapped
@@ -439,9 +440,8 @@ class Coster:
                     else trainable * size.gradient_bytes / shard) + trainable * size.beside_bytes
         state = trainable * self.request.num_moments * size.state_bytes / shard
         stored = (trainable * size.stored_bytes + frozen * size.compute_bytes) / shard
-        has_copy = (shard > 1 or self.copies_replicas(candidate.mesh)
-                    or (size.has_compute_copy and trainable > 0))
-        copy = (trainable + frozen) * size.compute_bytes if has_copy else 0
+        copy = compute_copy_bytes((trainable, frozen), self.request, copies_all=(
+            shard > 1 or self._copies_replicas(candidate.mesh)))
         temporary = trainable / shard * optimizer_temporary_bytes(self.request,
                                                                   self.temporary_bytes)
         blocks = [-(-int(x) // BLOCK_BYTES) * BLOCK_BYTES

@@ -16,7 +16,7 @@ size. Between measured sizes the points are followed.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median
@@ -97,28 +97,22 @@ class LinkFit:
 
     def seconds(self, num_bytes: float) -> float:
         """Between measured sizes linear in bytes; below as the smallest; above on by the line."""
-        return self._follow(num_bytes, [point.seconds for point in self._around(num_bytes)])
+        return self._follow(num_bytes, lambda point: point.seconds)
 
     def expected_seconds(self, num_bytes: float) -> float:
         """The same of the means: what one of many in a step takes."""
-        return self._follow(num_bytes, [point.expected_s for point in self._around(num_bytes)])
+        return self._follow(num_bytes, lambda point: point.expected_s)
 
-    def _around(self, num_bytes: float) -> tuple[LinkPoint, ...]:
-        """The measured sizes on both sides, or the one at this end."""
-        if num_bytes <= self.points[0].num_bytes:
-            return self.points[:1]
-        if num_bytes >= self.points[-1].num_bytes:
-            return self.points[-1:]
+    def _follow(self, num_bytes: float, seconds_of: Callable[[LinkPoint], float]) -> float:
+        first, last = self.points[0], self.points[-1]
+        if num_bytes <= first.num_bytes:
+            return seconds_of(first)
+        if num_bytes >= last.num_bytes:
+            return seconds_of(last) + (num_bytes - last.num_bytes) * self.s_per_byte
         right = bisect_right(self.points, num_bytes, key=lambda point: point.num_bytes)
-        return self.points[right - 1:right + 1]
-
-    def _follow(self, num_bytes: float, seconds: Sequence[float]) -> float:
-        around = self._around(num_bytes)
-        if len(around) == 1:
-            return seconds[0] + max(0.0, num_bytes - around[0].num_bytes) * self.s_per_byte
-        low, high = (point.num_bytes for point in around)
-        weight = (num_bytes - low) / (high - low)
-        return seconds[0] * (1 - weight) + seconds[1] * weight
+        low, high = self.points[right - 1], self.points[right]
+        weight = (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
+        return seconds_of(low) * (1 - weight) + seconds_of(high) * weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,14 +152,13 @@ def divided(module: nn.Module, kind: LayerKind, group: Emulation, device: torch.
     for path, inner in list(real.named_modules()):
         if splits:
             _change(inner, found.get(path, {}), group, copies)
-        slices = sliced.get(path, {})
+        slices = {name: (dim, group.degree // copies, 0)
+                  for name, dim in sliced.get(path, {}).items()}
         if not plain:
-            _distribute(inner, {name: None if name in slices else split.split_dim
-                                for name, split in found.get(path, {}).items()}, group)
-        elif not slices:
-            continue
-        use_local_parameters(inner, Partial(), {
-            name: (dim, group.degree // copies, 0) for name, dim in slices.items()})
+            _distribute(inner, {name: split.split_dim for name, split in found.get(path, {}).items()
+                                if name not in slices}, group)
+        if slices or not plain:
+            use_local_parameters(inner, Partial(), slices)
     return real
 
 
@@ -199,7 +198,7 @@ def _distribute(module: nn.Module, places: Mapping[str, int | None], group: Emul
     The executor's are, so that their gradients cost here what they cost there.
     """
     for name, parameter in module._parameters.items():
-        if parameter is not None and not isinstance(parameter, DTensor):
+        if parameter is not None:
             dim = places.get(name)
             made = DTensor.from_local(parameter.detach(), group.mesh(parameter.device.type),
                                       [Replicate() if dim is None else Shard(dim)], run_check=False)

@@ -29,8 +29,8 @@ from planner.layout import Choice
 from planner.request import Request
 from profiler.layer_graph import LayerKind, TensorGroup
 
-__all__ = ["BLOCK_BYTES", "ActivationMemory", "LayerMemory", "activation_memory", "entering",
-           "group_bytes", "layer_memory", "local_parameters",
+__all__ = ["BLOCK_BYTES", "ActivationMemory", "LayerMemory", "activation_memory",
+           "compute_copy_bytes", "entering", "group_bytes", "layer_memory", "local_parameters",
            "optimizer_temporary_bytes", "total_memory"]
 
 BLOCK_BYTES = 512
@@ -180,9 +180,7 @@ def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buf
     size = request.bytes
     trainable, frozen = parameters
     gathered = (trainable + frozen) * size.compute_bytes
-    copies_all = dp_shard > 1 or copies_replicas
-    has_copy = copies_all or (size.has_compute_copy and trainable > 0)
-    resharded = has_copy and choice.reshard and dp_shard > 1
+    resharded = choice.reshard and dp_shard > 1
     working = activations.working_set_bytes
     if resharded:
         working += 2 * gathered  # this unit's parameters and the prefetched next ones
@@ -195,8 +193,8 @@ def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buf
     return LayerMemory(
         parameter_bytes=_blocks((trainable * size.stored_bytes + frozen * size.compute_bytes)
                                 / dp_shard),
-        compute_copy_bytes=_blocks(0 if not has_copy or resharded else gathered if copies_all
-                                   else trainable * size.compute_bytes),
+        compute_copy_bytes=_blocks(0 if resharded else compute_copy_bytes(
+            parameters, request, copies_all=dp_shard > 1 or copies_replicas)),
         gradient_bytes=_blocks(gradient),
         optimizer_state_bytes=_blocks(trainable * request.num_moments * size.state_bytes
                                       / dp_shard),
@@ -205,6 +203,21 @@ def total_memory(activations: ActivationMemory, parameters: tuple[int, int], buf
         working_set_bytes=_blocks(working),
         optimizer_temporary_bytes=_blocks(temporary),
     )
+
+
+def compute_copy_bytes(parameters: tuple[int, int], request: Request, *, copies_all: bool) -> int:
+    """What layers compute with besides what is stored: copies in the compute dtype.
+
+    Args:
+        parameters: (trainable, frozen) of this rank.
+        copies_all: whatever the precision, since they are gathered or copied; else trainable ones
+            alone, where the precision has such copies (frozen ones are stored as they are used).
+    """
+    trainable, frozen = parameters
+    size = request.bytes
+    if copies_all:
+        return (trainable + frozen) * size.compute_bytes
+    return trainable * size.compute_bytes if size.has_compute_copy else 0
 
 
 def optimizer_temporary_bytes(request: Request, measured: float | None = None) -> float:

@@ -33,9 +33,9 @@ __all__ = ["Companion", "pin"]
 
 SIZE = 64
 """Of the matmuls: three matrices of 16 KiB stay in a core's own caches."""
-BUSY_S, NAP_S = 6e-4, 5e-5
-"""Between naps, and of one: the least that the kernel still takes for a stop. What a process leaves
-is used up to 92 %."""
+BUSY_S, NAP_S = 6e-4, 2e-5
+"""Between naps, and of one: with little less the timer is over before the kernel has looked. What a
+process leaves is used up to 96 %."""
 
 
 def pin(local_rank: int) -> None:

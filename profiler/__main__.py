@@ -44,6 +44,24 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
 COUNTS = _Counts()
 
 
+class _Collectives(click.ParamType):  # type: ignore[type-arg]
+    """Names of collectives with commas between them."""
+
+    name = "NAME[,NAME...]"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        from profiler.links import COLLECTIVES
+
+        found = tuple(part.strip().replace("-", "_") for part in str(value).split(","))
+        wrong = [name for name in found if name not in COLLECTIVES]
+        if wrong:
+            known = ", ".join(name.replace("_", "-") for name in COLLECTIVES)
+            self.fail(f"{value!r}: there are {known}", param, ctx)
+        return tuple(name for name in COLLECTIVES if name in found)
+
+
 @click.group(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 def commands() -> None:
     pass
@@ -142,6 +160,8 @@ def _device(output: str, quiet: bool, **fields: Any) -> None:
               show_default=True, help="For one size of one collective.")
 @click.option("--repeats", type=click.IntRange(min=5), default=100, show_default=True,
               help="Of one size, at most.")
+@click.option("--collectives", type=_Collectives(), help="Only these. The others are then "
+              "priced analytically.  [all]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[cuda where there is one]")
 @click.option("--no-progress", "--quiet", "-q", "quiet", is_flag=True, help="No progress bar.")
 @click.option("--output", "-o", required=True, metavar="FILE", help="Write the links here.")
@@ -155,6 +175,8 @@ def _links(output: str, quiet: bool, **fields: Any) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise InvalidInput("links are between processes: start it with torchrun "
                            "--nproc-per-node N -m profiler links ...")
+    if fields["collectives"] is None:
+        del fields["collectives"]
     from profiler.links_command import write_links
 
     write_links(output, quiet, **fields)

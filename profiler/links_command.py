@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from profiler.documents import dump, write_atomically
-from profiler.links import COLLECTIVES, Links
+from profiler.links import Links
 from profiler.measure_links import LinkOptions, measure_links, shapes_of
 from profiler.model_command import progress_bar
 
@@ -22,9 +22,11 @@ def write_links(output: str, quiet: bool, **fields: Any) -> Links:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     shapes = shapes_of(world, per_host)
-    total = sum(len(COLLECTIVES) - (shape.size != 2) for shape in shapes) + 1
+    options = LinkOptions(**fields)
+    total = 1 + sum(name != "send" or shape.size == 2 for shape in shapes
+                    for name in options.collectives)
     with progress_bar(quiet or rank > 0, total) as advance:
-        links = measure_links(LinkOptions(**fields), advance)
+        links = measure_links(options, advance)
     if rank == 0:
         write_atomically(output, dump(links))
         _print(links)

@@ -6,18 +6,24 @@ over the same store. Their parents have imported what is needed and joined nothi
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
 import json
 import os
 import select
 import signal
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["in_child", "join", "resident_bytes", "run_alone"]
+__all__ = ["in_child", "join", "load_code", "resident_bytes", "run_alone"]
 
 TRIAL_S = 180.0
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of malloc.h."""
 
 
 def join(name: str, timeout_s: float = 120.0) -> None:
@@ -42,12 +48,13 @@ def in_child(work: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
         except BaseException as error:
             said = {"found": None, "problem": f"{type(error).__name__}: "
                                               f"{' '.join(str(error).split())[:300]}"}
-        os.write(writer, json.dumps(said).encode())
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(json.dumps(said).encode())
         os._exit(0)
     os.close(writer)
     ready, _, _ = select.select([reader], [], [], timeout_s)
-    text = os.read(reader, 65536) if ready else b""
-    os.close(reader)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read() if ready else b""
     if not text:
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -58,26 +65,54 @@ def in_child(work: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
 
 
 def resident_bytes(what: str) -> int:
-    """VmRSS (now) or VmHWM (the most so far) of this process."""
+    """VmHWM (the most so far), RssAnon or RssFile (now: the process's own, that of files)."""
     for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").split("\n"):
         if line.startswith(f"{what}:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/self/status says no {what}")
 
 
+def load_code(work: Callable[[], None]) -> None:
+    """Import here what `work` imports, so that no child holds it for a layout's.
+
+    work: as of `run_alone`; what fails in it is met again there.
+    """
+    def rehearse() -> list[str]:
+        join("rehearsal", TRIAL_S)
+        with contextlib.suppress(Exception):
+            work()
+        return sorted(set(sys.modules) - known)
+
+    known = set(sys.modules)
+    names, _ = in_child(rehearse, TRIAL_S)
+    for name in names or []:
+        with contextlib.suppress(Exception):  # it was imported in another order there
+            importlib.import_module(name)
+
+
+def _give_back_what_is_freed() -> None:
+    """Keep glibc's allocator from holding freed tensors back: they are mapped one by one."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 2**16)
+        mallopt(M_TRIM_THRESHOLD, 2**16)
+
+
 def run_alone(number: int, work: Callable[[], None], cap_bytes: int) -> tuple[int | None, str]:
     """(most bytes that any process held beyond its own beginning, problem or nothing).
 
+    Held: resident and not of a file (code).
     work: one layout's first steps, over the group that is running then.
     """
     def trial() -> int:
         import torch.distributed as dist
 
+        _give_back_what_is_freed()
         join(f"trial{number}", TRIAL_S)
-        before = resident_bytes("VmRSS")
+        before = resident_bytes("RssAnon")
         work()
         held: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(held, resident_bytes("VmHWM") - before)
+        dist.all_gather_object(held, resident_bytes("VmHWM") - resident_bytes("RssFile") - before)
         return max(held)
 
     most, problem = in_child(trial, TRIAL_S)

@@ -24,12 +24,16 @@ from profiler.models import resolve
 __all__ = ["FULL", "QUICK", "Files", "Pace", "rows_of", "run_scenario"]
 
 
+COLLECTIVES = "all-reduce,all-gather,reduce-scatter,send"
+"""What the layouts here use: no expert is exchanged."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """How thoroughly: of the profile (error, seconds a case), the links, and the turns."""
 
     error: float = 0.02
-    case_s: float = 0.5
+    case_s: float = 0.3
     least: int = 3
     link_sizes: tuple[int, ...] = (2**12, 2**17, 2**21)
     link_s: float = 0.25
@@ -167,6 +171,7 @@ class _Workers:
         pace = self.pace
         return ["links", "--device", "cpu", "--sizes", ",".join(map(str, pace.link_sizes)),
                 "--most-seconds", str(pace.link_s), "--repeats", str(pace.link_repeats),
+                "--collectives", COLLECTIVES,
                 "--quiet", "-o", str(self.files.links)]
 
     def wait_until_measured(self) -> None:

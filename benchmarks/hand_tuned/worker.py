@@ -9,9 +9,9 @@ two barriers (A, B, C, then C, B, A), so that a machine that is slower for a whi
 Then the fastest meet again with the first (the plan), so that who is called best is not who had the
 luckiest turns. What fails is agreed on by all ranks, reported, and the rest goes on.
 
-With a memory cap every layout first runs alone, in a process forked for it: its resident set may
-grow by the cap beyond what it is without a model, and a layout of which any process held more at
-any moment has failed.
+With a memory cap every layout first runs alone, in a process forked for it that has all code
+already and whose allocator keeps nothing back: what it holds may grow by the cap beyond what it is
+without a model, and a layout of which any process held more at any moment has failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from benchmarks.companion import Companion, pin
 from benchmarks.hand_tuned import models
-from benchmarks.hand_tuned.children import in_child, join, run_alone
+from benchmarks.hand_tuned.children import in_child, join, load_code, run_alone
 from executor import parallelize
 from executor.losses import Loss
 from executor.models import build_deferred
@@ -53,7 +53,7 @@ HOPELESS = 1.5
 """A layout this many times slower than the fastest gets one turn: more would decide nothing."""
 HANG_S = {"cpu": 150.0, "cuda": 1800.0}
 """Seconds for one layout to be built and run, after which every rank says where it is and ends."""
-FAR = 8.0
+FAR = 4.0
 """One whose first step takes this many times as long is not run again."""
 
 
@@ -158,9 +158,10 @@ def compete(path: str) -> None:
     peaks: dict[int, int] = {}
     problems: dict[int, str] = {}
     if job.memory_bytes is not None:
-        for index, layout in enumerate(layouts):
-            peak, problem = run_alone(
-                index, functools.partial(_steps, layout, graph, batch, loss()), job.memory_bytes)
+        works = [functools.partial(_steps, layout, graph, batch, loss()) for layout in layouts]
+        load_code(works[0])
+        for index, work in enumerate(works):
+            peak, problem = run_alone(index, work, job.memory_bytes)
             if peak is not None:
                 peaks[index] = peak
             if problem:

@@ -8,14 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from planner.link_fits import with_links
 from planner.topology_files import resolve
 from planner.topology_groups import Placement
+from profiler.__main__ import commands
 from profiler.documents import load
 from profiler.links import COLLECTIVES, Links
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+def test_unknown_collectives_are_named() -> None:
+    done = CliRunner().invoke(commands, ["links", "--collectives", "all-reduce,gather", "-o", "x"])
+    assert done.exit_code == 2
+    assert "there are all-reduce, all-gather, reduce-scatter, all-to-all, send" in done.output
 
 
 @pytest.mark.processes

@@ -35,7 +35,7 @@ def commands() -> None:
 @click.option("--data-dtype", type=click.Choice(["uint16", "uint32"]),
               help="How a file holds tokens. [by vocabulary]")
 @click.option("--loss", type=click.Choice(["cross-entropy", "mean-squared-error"]),
-              default="cross-entropy", show_default=True)
+              help="[the one that the model's function names, else cross-entropy]")
 @click.option("--lr", "learning_rate", type=click.FloatRange(min=0, min_open=True), default=3e-4,
               show_default=True, help="Learning rate. The optimizer is the layout's.")
 @click.option("--lr-schedule", type=click.Choice(["constant", "linear", "cosine"]),

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from executor.models import imported
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph
 from profiler.models import FUNCTION
+from profiler.trace import find_function
 
 __all__ = ["Batch", "Source", "make_source"]
 
@@ -108,7 +108,7 @@ def make_source(graph: LayerGraph, seq_len: int, data: str | None, dtype: str | 
             vocabulary.
     """
     if data is not None and FUNCTION.fullmatch(data) and not Path(data).exists():
-        return FunctionSource(function=imported(data), name=data)
+        return FunctionSource(function=find_function(data), name=data)
     if graph.sample == "images" and config is not None:
         if data is not None:
             raise InvalidInput(f"--data {data}: images come from a function "

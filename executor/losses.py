@@ -15,12 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from profiler.errors import InvalidInput
+from profiler.losses import IGNORED, prediction_of, summed_cross_entropy, summed_squared_error
 
 __all__ = ["LOSSES", "Loss", "cross_entropy", "mean_squared_error", "prediction_of", "whole"]
-
-IGNORED = -100
-"""Target of a token that counts for nothing, as in torch and transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,23 +27,13 @@ class Loss:
     total: (outputs, targets) of one micro-batch -> the sum of its terms, a scalar. Under tensor
         parallelism `outputs` is a DTensor if `divided`, else the whole tensor.
     count: targets -> number of terms in the sum.
+    name: that tracing knows it by.
     """
 
     total: Callable[[Any, torch.Tensor], torch.Tensor]
     count: Callable[[torch.Tensor], float]
     divided: bool = False
-
-
-def prediction_of(outputs: Any) -> Any:
-    """What a loss is taken of: the logits of a Hugging Face output, or the (first) tensor."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs
-    if getattr(outputs, "logits", None) is not None:
-        return outputs.logits
-    if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], torch.Tensor):
-        return outputs[0]
-    raise InvalidInput(f"the model returns {type(outputs).__name__}: a tensor, a tuple that starts "
-                       f"with one, or an output with logits is needed")
+    name: str | None = None
 
 
 def whole(tensor: Any) -> Any:
@@ -58,7 +45,7 @@ def whole(tensor: Any) -> Any:
 
 def _cross_entropy_total(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, DTensor):
-        return _summed(logits, targets)
+        return summed_cross_entropy(logits, targets)
     mesh, (placement,) = logits.device_mesh, logits.placements
     if placement == Shard(logits.dim() - 1):
         # loss_parallel must also hold during backward: the caller runs both within `step_context`
@@ -68,17 +55,9 @@ def _cross_entropy_total(logits: Any, targets: torch.Tensor) -> torch.Tensor:
     if placement == Shard(1):  # each rank has some of the tokens: the sum of their sums
         width, rank = targets.shape[1] // mesh.size(), mesh.get_local_rank()
         mine = targets.narrow(1, rank * width, width)
-        partial = _summed(logits.to_local(), mine)
+        partial = summed_cross_entropy(logits.to_local(), mine)
         return whole(DTensor.from_local(partial, mesh, [Partial()], run_check=False))
-    return _summed(whole(logits), targets)
-
-
-def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """logits (..., classes) in float32 at least, targets (...)."""
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum",
-                           ignore_index=IGNORED)
+    return summed_cross_entropy(whole(logits), targets)
 
 
 def cross_entropy() -> Loss:
@@ -86,15 +65,14 @@ def cross_entropy() -> Loss:
 
     Targets of a causal model are the next tokens: nothing is shifted here.
     """
-    return Loss(total=_cross_entropy_total, divided=True,
+    return Loss(total=_cross_entropy_total, divided=True, name="cross-entropy",
                 count=lambda targets: float((targets != IGNORED).sum().item()))
 
 
 def mean_squared_error() -> Loss:
     """Squared error, averaged over every element."""
-    return Loss(total=lambda outputs, targets: F.mse_loss(outputs, targets, reduction="sum"),
+    return Loss(total=summed_squared_error, name="mean-squared-error",
                 count=lambda targets: float(targets.numel()))
-
 
 
 LOSSES: dict[str, Callable[[], Loss]] = {"cross-entropy": cross_entropy,

@@ -1,11 +1,8 @@
-"""The model of a layout, built anew from what its LayerGraph says it came from."""
+"""The model of a layout and its loss, built anew from what its LayerGraph says it came from."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +10,15 @@ from torch import nn
 
 from executor.deferred import Deferred
 from executor.legality import check_model
+from executor.losses import LOSSES, Loss
 from planner.layout import Layout
 from planner.models import resolve
 from profiler.errors import InvalidInput, UnknownName
 from profiler.layer_graph import LayerGraph
+from profiler.losses import OWN, taken_apart
+from profiler.trace import find_function
 
-__all__ = ["build_deferred", "build_module", "graph_of", "imported"]
+__all__ = ["build_deferred", "build_module", "graph_of", "make_loss"]
 
 
 def graph_of(layout: Layout, model: str | None = None) -> LayerGraph:
@@ -82,29 +82,24 @@ def _hugging_face(class_name: str, config: dict[str, Any]) -> nn.Module:
 
 
 def _function(path: str) -> nn.Module:
-    made = imported(path)()
-    model = made[0] if isinstance(made, tuple) else made
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"{path}: returns {type(model).__name__}, not a module")
-    return model.train()
+    return taken_apart(find_function(path)(), path).module.train()
 
 
-def imported(path: str) -> Any:
-    """What `package.module:function` names, looked for in the current folder too.
+def make_loss(graph: LayerGraph, name: str | None) -> Loss:
+    """The loss by its name; without one, that which the model was traced with.
 
     Raises:
-        InvalidInput: there is none, or it is nothing to call.
+        InvalidInput: another was traced: what it holds and takes is not what was planned.
     """
-    module_name, _, attribute = path.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        target: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(f"{path}: cannot be imported: {error}") from None
-    if not callable(target):
-        raise InvalidInput(f"{path}: is {type(target).__name__}, not a function")
-    return target
+    traced = graph.source.loss
+    if name is not None and traced in (*LOSSES, OWN) and traced != name:
+        raise InvalidInput(f"--loss {name}: {graph.name!r} was planned with the loss of its "
+                           f"function ({traced}); change it there and plan again")
+    if traced != OWN:
+        return LOSSES[name or (traced if traced in LOSSES else "cross-entropy")]()
+    path = str(graph.source.python_function)
+    loss = taken_apart(find_function(path)(), path).loss
+    if not isinstance(loss, Loss):
+        raise InvalidInput(f"{path}: its loss, a {type(loss).__name__}, is no "
+                           "executor.losses.Loss")
+    return loss

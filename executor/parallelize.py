@@ -22,6 +22,7 @@ from executor.statistics import has_statistics, synchronize_statistics
 from executor.tensor_parallel import TensorParallel
 from executor.tensor_plan import PlannedGraph, apply_plan, hugging_face_plan
 from planner.layout import Layout
+from profiler.documents import digest
 from profiler.errors import InvalidInput, UnsupportedLayout
 from profiler.layer_calls import layer_modules
 from profiler.layer_graph import LayerGraph
@@ -63,7 +64,7 @@ def parallelize(model: nn.Module | Deferred, layout: Layout, *, loss: Loss,
     if isinstance(model, Deferred) or any(p.is_meta for p in model.parameters()):
         deferred = model if isinstance(model, Deferred) else Deferred.of(model, seed)
         model = deferred.model
-    graph = graph or _traced(model, layout, example_inputs)
+    graph = graph or _traced(model, layout, example_inputs, loss)
     check_model(layout, graph)
     planned = _planned(model, graph, tensor_parallel_plan)
     check_layout(layout, planned.graph)
@@ -117,7 +118,7 @@ def _planned(model: nn.Module, graph: LayerGraph,
     return apply_plan(model, graph, plan)
 
 
-def _traced(model: nn.Module, layout: Layout, example_inputs: Any) -> LayerGraph:
+def _traced(model: nn.Module, layout: Layout, example_inputs: Any, loss: Loss) -> LayerGraph:
     config = getattr(model, "config", None)
     if example_inputs is None and config is not None and hasattr(config, "to_dict"):
         from profiler.hugging_face import trace_hugging_face
@@ -125,7 +126,10 @@ def _traced(model: nn.Module, layout: Layout, example_inputs: Any) -> LayerGraph
         return trace_hugging_face(config.to_dict(), name=layout.model.name)
     from profiler.trace import trace
 
-    return trace(model, example_inputs, name=layout.model.name)
+    traced = trace(model, example_inputs, name=layout.model.name)
+    if loss.name is not None and layout.model.digest not in (None, digest(traced)):
+        return trace(model, example_inputs, name=layout.model.name, loss=loss.name)
+    return traced
 
 
 def _check_modules(model: nn.Module, layout: Layout, graph: LayerGraph) -> None:

@@ -9,10 +9,12 @@ import torch
 from executor.compare import Problem
 from executor.data import make_source
 from executor.losses import Loss, cross_entropy, mean_squared_error, prediction_of
-from executor.models import build_module, imported
+from executor.models import build_module
 from planner.layout import Layout
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph
+from profiler.losses import taken_apart
+from profiler.trace import find_function
 
 __all__ = ["problem_of"]
 
@@ -55,8 +57,8 @@ def _function(graph: LayerGraph, layout: Layout) -> Problem:
     """Random inputs of the example's kind; the result is drawn towards random values."""
     batch = layout.request.global_batch
     name = str(graph.source.python_function)
-    made = imported(name)()
-    if not (isinstance(made, tuple) and len(made) == 2):
+    example_inputs = taken_apart(find_function(name)(), name).inputs
+    if example_inputs is None:
         raise InvalidInput(f"{name}: must return (module, example_inputs) to be verified")
     generator = torch.Generator().manual_seed(SEED)
 
@@ -74,7 +76,7 @@ def _function(graph: LayerGraph, layout: Layout) -> Problem:
         values = example.flatten()
         return values[torch.randint(len(values), shape, generator=generator)]
 
-    inputs = drawn(made[1])
+    inputs = drawn(example_inputs)
     module = build_module(graph, seed=SEED)
     with torch.no_grad():
         args, kwargs = _arguments(_cast(inputs, torch.float32))

@@ -16,9 +16,8 @@ from executor.checkpoint import latest
 from executor.data import Source, make_source
 from executor.deferred import Deferred
 from executor.legality import check_layout
-from executor.losses import LOSSES
 from executor.metrics import Metrics, Recorder, peak_memory_bytes, reset_peak_memory
-from executor.models import build_deferred, graph_of
+from executor.models import build_deferred, graph_of, make_loss
 from executor.optimizers import LrSchedule, make_optimizer, make_rate
 from executor.parallelize import parallelize
 from executor.run import Run
@@ -40,7 +39,7 @@ class Options:
     model: str | None = None
     data: str | None = None
     data_dtype: str | None = None
-    loss: str = "cross-entropy"
+    loss: str | None = None
     learning_rate: float = 3e-4
     lr_schedule: LrSchedule = "constant"
     lr_floor: float = 0.0
@@ -72,6 +71,7 @@ def train(options: Options) -> None:
     if not options.save and (options.resume or options.save_every or options.save_async):
         raise InvalidInput("--resume, --save-every and --save-async need --save, the folder of "
                            "the checkpoints")
+    loss = make_loss(graph, options.loss)
     recorder = _recorder(options)
     model = build_deferred(graph, options.seed)
     plain = model.model if isinstance(model, Deferred) else model
@@ -81,7 +81,7 @@ def train(options: Options) -> None:
         _start_group(device_type, options.timeout_s)
     rate = make_rate(options.lr_schedule, options.warmup, options.steps, options.lr_floor)
     run = parallelize(
-        model, with_prediction(layout, graph), loss=LOSSES[options.loss](), graph=graph,
+        model, with_prediction(layout, graph), loss=loss, graph=graph,
         device_type=device_type, max_norm=options.max_norm, seed=options.seed,
         optimizer=make_optimizer(layout.request, options.learning_rate, options.weight_decay),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate))

@@ -52,7 +52,7 @@ _HOMES = {
 
 
 def plan(model: Any, topology: str | Path | Topology, *, global_batch: int,
-         seq_len: int | None = None, example_inputs: Any = None,
+         seq_len: int | None = None, example_inputs: Any = None, loss: str | None = None,
          links: str | Path | None = None,
          progress: Callable[[Progress], None] | None = None, time_limit_s: float | None = None,
          **fields: Any) -> Layout:
@@ -62,6 +62,7 @@ def plan(model: Any, topology: str | Path | Topology, *, global_batch: int,
         "package.module:function", an `nn.Module` (with `example_inputs`) or a LayerGraph.
     topology: a preset ("dgx-h100:2"), a file, "local", or a Topology.
     seq_len: tokens per sample; only needed where samples are tokens.
+    loss: of an `nn.Module` that returns predictions: "cross-entropy" or "mean-squared-error".
     links: a file of measured collectives (`python -m profiler links`).
     progress: called now and then with the best step time so far and its bound.
     fields: any other field of `Request`: precision, optimizer, memory_margin, tp, pp, ...
@@ -72,7 +73,7 @@ def plan(model: Any, topology: str | Path | Topology, *, global_batch: int,
     """
     from planner import inputs, link_fits, search, topology_files
 
-    graph, model_name = inputs.resolve_model(model, example_inputs)
+    graph, model_name = inputs.resolve_model(model, example_inputs, loss)
     devices = topology_files.resolve(topology)
     if links is not None:
         devices = link_fits.with_links(devices, links)
@@ -87,10 +88,10 @@ def plan(model: Any, topology: str | Path | Topology, *, global_batch: int,
 
 def check(layout: Layout | str | Path, *, model: Any = None,
           topology: str | Path | Topology | None = None, example_inputs: Any = None,
-          links: str | Path | None = None) -> Layout:
+          loss: str | None = None, links: str | Path | None = None) -> Layout:
     """The same layout with its `prediction`: the memory of each stage, and the step time.
 
-    model, topology, links: instead of those that the layout names.
+    model, topology, links: instead of those that the layout names. loss: see `plan`.
 
     Raises:
         InvalidInput: a reference cannot be found again, or what it names has changed since.
@@ -98,7 +99,7 @@ def check(layout: Layout | str | Path, *, model: Any = None,
     """
     from planner import inputs
 
-    return inputs.check(layout, model, topology, example_inputs, links).layout
+    return inputs.check(layout, model, topology, example_inputs, links, loss).layout
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,8 @@ class Checked:
     topology: Topology
 
 
-def resolve_model(model: Any, example_inputs: Any = None) -> tuple[LayerGraph, str]:
+def resolve_model(model: Any, example_inputs: Any = None, loss: str | None = None
+                  ) -> tuple[LayerGraph, str]:
     """The graph of a model, and the name under which a layout finds it again."""
     from profiler.layer_graph import LayerGraph
 
@@ -45,7 +46,7 @@ def resolve_model(model: Any, example_inputs: Any = None) -> tuple[LayerGraph, s
         from profiler.trace import trace
 
         name = type(model).__name__
-        return trace(model, example_inputs, name=name), name
+        return trace(model, example_inputs, name=name, loss=loss), name
     raise InvalidInput(f"a model is a name, a path, package.module:function, an nn.Module or a "
                        f"LayerGraph, not {type(model).__name__}")
 
@@ -99,7 +100,7 @@ def _check_has_sequence(graph: LayerGraph, seq_len: int) -> None:
 
 def check(layout: Layout | str | Path, model: Any = None,
           topology: str | Path | Topology | None = None, example_inputs: Any = None,
-          links: Links | str | Path | None = None) -> Checked:
+          links: Links | str | Path | None = None, loss: str | None = None) -> Checked:
     """Find what a layout is about, and price it.
 
     Proof and alternatives are dropped: they are of a search, and nothing here repeats it.
@@ -113,7 +114,8 @@ def check(layout: Layout | str | Path, model: Any = None,
     if not isinstance(layout, Layout):
         where = str(layout)
         layout = load(Layout, layout)
-    graph, model_name = resolve_model(layout.model.name if model is None else model, example_inputs)
+    graph, model_name = resolve_model(layout.model.name if model is None else model,
+                                      example_inputs, loss)
     given = layout.topology.name if topology is None else topology
     devices = topology_files.resolve(given)
     reference = layout.links

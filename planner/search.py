@@ -83,6 +83,10 @@ def _layout(coster: Coster, found: Found, model: str, topology: str) -> Layout:
             layer += num_layers
         stages.append(Stage(runs=tuple(runs)))
     notes = padding_notes(coster, candidate.mesh.tp)
+    if coster.graph.source.loss == "none":
+        notes.append(f"{coster.graph.name} was traced without a loss: what one keeps and takes is "
+                     "not counted, and that of a large vocabulary is two or three times the "
+                     "logits. Return it with the model: (module, inputs, \"cross-entropy\")")
     unused = coster.topology.num_devices - candidate.mesh.num_devices
     if unused:
         notes.append(f"{unused} of {coster.topology.num_devices} devices are left unused: no "

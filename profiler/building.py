@@ -7,11 +7,9 @@ dtype, device and shape. `materialise` makes a real copy of one layer.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch.utils import _pytree as pytree
 from profiler.errors import InvalidInput
 from profiler.layer_calls import layer_modules
 from profiler.layer_graph import LayerGraph
+from profiler.losses import OWN, TOTALS, attach, taken_apart
 from profiler.trace import as_arguments, find_function, input_maker
 
 __all__ = ["DTYPES", "Subject", "build_subject", "materialise", "random_arguments"]
@@ -107,19 +106,22 @@ def build_subject(graph: LayerGraph, device: torch.device, dtype: torch.dtype) -
 
 
 def _from_function(path: str, graph: LayerGraph, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     with _without_weights(dtype):
         try:
-            built = find_function(path)()
+            made = find_function(path)()
         except Exception as error:  # whatever a user's own function raises
             raise InvalidInput(f"{path}: the model cannot be built: {error}") from error
-    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module)):
+    built = taken_apart(made, path)
+    if built.inputs is None:
         raise InvalidInput(f"{path}: must return (module, example_inputs) to be measured")
-    args, kwargs = as_arguments(built[1])
+    if (built.loss_name or graph.source.loss) != graph.source.loss or (
+            built.loss is None and graph.source.loss in (*TOTALS, OWN)):
+        raise InvalidInput(f"{path}: its loss is {built.loss_name or 'none'}, and the LayerGraph "
+                           f"was traced with {graph.source.loss or 'none'}: trace it again")
+    attach(built)
+    args, kwargs = as_arguments(built.inputs)
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    return built[0], input_maker(args, kwargs, tensors[0], graph.sample), (args, kwargs)
+    return built.module, input_maker(args, kwargs, tensors[0], graph.sample), (args, kwargs)
 
 
 def random_arguments(made: Arguments, bounds: Any, device: torch.device, dtype: torch.dtype

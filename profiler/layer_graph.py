@@ -279,13 +279,18 @@ class Tie:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """What rebuilds the module: a Hugging Face class and config, or a Python function."""
+    """What rebuilds the module: a Hugging Face class and config, or a Python function.
+
+    loss: what was traced with a model of one's own: a name of `profiler.losses`, "module" if it
+        returns one scalar itself, or "none"; None: a Hugging Face model, or not known.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
     hugging_face_class: Name | None = None
     hugging_face_config: dict[str, Any] | None = None
     python_function: Name | None = None
+    loss: Name | None = None
     note: Name = ""
 
 

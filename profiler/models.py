@@ -13,7 +13,6 @@ A catalogue name and a LayerGraph need no torch; the others are traced, and impo
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,9 +106,6 @@ def _from_function(text: str, name: str | None) -> LayerGraph:
     _require_torch(text)
     from profiler.trace import trace_function
 
-    here = str(Path.cwd())
-    if here not in sys.path:  # an installed command does not look in the current folder by itself
-        sys.path.insert(0, here)
     return trace_function(text, name=name)
 
 

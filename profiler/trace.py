@@ -21,8 +21,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,6 +35,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph, ModelSource
+from profiler.losses import Built, attached, taken_apart
 from profiler.trace_build import build_graph
 from profiler.trace_events import Run
 from profiler.trace_fake import COMPUTE_DTYPE, fake_parameters
@@ -52,22 +56,24 @@ USUAL_STEP = 64
 
 def trace(model: nn.Module | Callable[[], Any], example_inputs: Any = None, *, name: str,
           sample: Sample | None = None, max_seq_len: int | None = None,
-          source: ModelSource | None = None) -> LayerGraph:
-    """Trace any module, or what a function returns: a module and example inputs.
+          source: ModelSource | None = None, loss: Any = None, targets: Any = None) -> LayerGraph:
+    """Trace any module, or what a function returns: a module, example inputs, and the loss.
 
     example_inputs: a tensor, a tuple of arguments, or a dict of keyword arguments; only shapes
         and types matter. Dim 0 of each tensor is the batch; where `sample` is "tokens"
         (the default if the first tensor is 2-D and integer), dim 1 is the sequence wherever it has
         its length.
     max_seq_len: the longest sequence the model takes, where it is limited.
+    loss, targets: as in `profiler.losses`; of a module that returns its loss, none.
 
     Raises:
         InvalidInput: no example inputs, a forward that fails or depends on data, a layer called
             twice, no parameters.
     """
-    if not isinstance(model, nn.Module):
-        model, built = _build(model)
-        example_inputs = built if example_inputs is None else example_inputs
+    built = (taken_apart((model, example_inputs, loss, targets), name)
+             if isinstance(model, nn.Module) else _build(model, name))
+    if example_inputs is None:
+        example_inputs = built.inputs
     if example_inputs is None:
         raise InvalidInput(f"{name}: example inputs are needed: pass them, or return "
                            f"(module, example_inputs) from the function that builds the model")
@@ -83,15 +89,18 @@ def trace(model: nn.Module | Callable[[], Any], example_inputs: Any = None, *, n
         raise InvalidInput(f"{name}: tokens need inputs of shape (batch, sequence, ...), got "
                            f"{tuple(first.shape)}")
     make = input_maker(args, kwargs, first, sample)
-    return trace_module(model, make, name=name, sample=sample, max_seq_len=max_seq_len,
-                        source=source or ModelSource())
+    with attached(replace(built, inputs=example_inputs)):
+        graph = trace_module(built.module, make, name=name, sample=sample,
+                             max_seq_len=max_seq_len, source=source or ModelSource())
+    return replace(graph, source=replace(graph.source, loss=built.loss_name or graph.source.loss))
 
 
 def trace_function(path: str, *, name: str | None = None, sample: Sample | None = None,
                    max_seq_len: int | None = None) -> LayerGraph:
     """Trace the model that the function at "package.module:function" builds.
 
-    The function takes no arguments and returns (module, example inputs).
+    The function takes no arguments and returns (module, example inputs), and where the module
+    returns predictions and no loss, the loss (see `profiler.losses`).
 
     Raises:
         InvalidInput: it cannot be imported or called, or returns something else.
@@ -100,8 +109,8 @@ def trace_function(path: str, *, name: str | None = None, sample: Sample | None 
                  source=ModelSource(python_function=path))
 
 
-def find_function(path: str) -> Callable[[], Any]:
-    """The function at "package.module:function".
+def find_function(path: str) -> Callable[..., Any]:
+    """The function at "package.module:function", looked for in the current folder too.
 
     Raises:
         InvalidInput: it cannot be imported.
@@ -109,6 +118,9 @@ def find_function(path: str) -> Callable[[], Any]:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise InvalidInput(f"{path!r}: a function is named as package.module:function")
+    here = str(Path.cwd())
+    if here not in sys.path:  # an installed command does not look there by itself
+        sys.path.insert(0, here)
     try:
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
@@ -116,8 +128,8 @@ def find_function(path: str) -> Callable[[], Any]:
     except (ImportError, AttributeError) as error:
         raise InvalidInput(f"{path!r}: cannot be imported: {error}") from error
     if not callable(target) or isinstance(target, type):
-        raise InvalidInput(f"{path!r}: is no function")
-    found: Callable[[], Any] = target
+        raise InvalidInput(f"{path!r}: is {type(target).__name__}, not a function")
+    found: Callable[..., Any] = target
     return found
 
 
@@ -143,6 +155,8 @@ def trace_module(model: nn.Module, make_inputs: InputMaker, *, name: str, sample
         runs = [record(model, layers, signatures, fakes, functools.partial(make_inputs, b, s))
                 for b, s in points]
     _same_structure(runs)
+    if source.hugging_face_config is None:
+        source = replace(source, loss="module" if runs[0].has_loss else "none")
     reference = (1, min(max_seq_len or 4096, 4096) if sample == "tokens" else 1)
     return build_graph(model, layers, originals, runs, Fit.over(points), name=name, sample=sample,
                        max_seq_len=max_seq_len, source=source, reference=reference)
@@ -176,7 +190,7 @@ def _same_structure(runs: Sequence[Run]) -> None:
                                f"loops over the sequence are not supported")
 
 
-def _build(builder: Callable[[], Any]) -> tuple[nn.Module, Any]:
+def _build(builder: Callable[[], Any], name: str) -> Built:
     """Call a builder on the meta device, or on fake tensors where that fails."""
     if not callable(builder):
         raise InvalidInput(f"a module or a function that builds one is needed, got "
@@ -192,12 +206,7 @@ def _build(builder: Callable[[], Any]) -> tuple[nn.Module, Any]:
             raise InvalidInput(f"the model cannot be built: {error}") from error
     except Exception as error:
         raise InvalidInput(f"the model cannot be built: {error}") from error
-    if isinstance(built, nn.Module):
-        return built, None
-    if isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module):
-        return built[0], built[1]
-    raise InvalidInput(f"the function must return (module, example_inputs), it returned "
-                       f"{type(built).__name__}")
+    return taken_apart(built, name)
 
 
 def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -83,3 +83,4 @@ class Run:
     saved: list[tuple[int, int, bool]] = field(default_factory=list)
     parameters: dict[int, int] = field(default_factory=dict)
     buffers: set[int] = field(default_factory=set)
+    has_loss: bool = False

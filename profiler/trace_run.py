@@ -113,7 +113,8 @@ def _run(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder) -> None:
     if not seeds:
         return
     recorder.start_backward()
-    if len(seeds) == 1 and seeds[0].dim() == 0:
+    recorder.run.has_loss = len(seeds) == 1 and seeds[0].dim() == 0
+    if recorder.run.has_loss:
         seeds[0].backward()
         return
     with recorder.muted():

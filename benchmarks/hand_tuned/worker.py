@@ -36,7 +36,7 @@ from benchmarks.hand_tuned import models
 from benchmarks.hand_tuned.children import in_child, join, load_code, run_alone
 from executor import parallelize
 from executor.losses import Loss
-from executor.models import build_deferred
+from executor.models import build_deferred, make_loss
 from executor.optimizers import make_optimizer
 from planner.layout import Layout
 from planner.models import resolve
@@ -154,7 +154,7 @@ def compete(path: str) -> None:
     layouts = [load(Layout, file) for file in job.layouts]
     graph = resolve(layouts[0].model.name)
     batch = models.batch_of(job.model, layouts[0].request.global_batch)
-    loss = models.SAMPLES[job.model][1]
+    loss = functools.partial(make_loss, graph, None)
     peaks: dict[int, int] = {}
     problems: dict[int, str] = {}
     if job.memory_bytes is not None:

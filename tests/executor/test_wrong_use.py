@@ -58,7 +58,7 @@ def edited(place: Path, **fields: Any) -> str:
     (["--save", "/proc/nowhere"], "--save /proc/nowhere: cannot be written"),
     (["--metrics", "/absent/log"], "/absent/log: cannot be written: No such file"),
     (["--data", "absent.bin"], "absent.bin: cannot be read as uint16"),
-    (["--data", "absent.module:batch"], "absent.module:batch: cannot be imported"),
+    (["--data", "absent.module:batch"], "'absent.module:batch': cannot be imported"),
     (["--data", "json:__name__"], "is str, not a function"),
     (["--lr", "0"], "Invalid value for '--lr'"),
     (["--lr-schedule", "steps"], "is not one of"),

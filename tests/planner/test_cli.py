@@ -26,6 +26,7 @@ from profiler.documents import dump, parse, schema
 from profiler.errors import Infeasible, Interrupted
 from profiler.layer_graph import LayerGraph
 from profiler.links import LinkFit, LinkPoint, Links
+from profiler.trace import trace_function
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["gpt2", "--topology", "dgx-h100", "--global-batch", "64", "--seq-len", "1024"]
@@ -161,6 +162,14 @@ def test_function_of_the_current_folder(tmp_path: Path) -> None:
                          cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("mypkg.models:build on dgx-h100: ")
+
+
+def test_a_model_without_its_loss_is_noted() -> None:
+    found = {name: planner.plan(trace_function(f"tests.profiler.trace_models:{name}"), "local:1",
+                                global_batch=8, precision="fp32").notes
+             for name in ("mlp", "regression")}
+    assert "was traced without a loss" in found["mlp"][0]
+    assert not found["regression"]
 
 
 def test_topology_file(command: Command, tmp_path: Path) -> None:

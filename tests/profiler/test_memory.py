@@ -24,10 +24,12 @@ from profiler.building import random_arguments
 from profiler.hugging_face import build_model, input_maker, quiet
 from profiler.layer_calls import LayerCalls
 from profiler.layer_graph import LayerGraph
+from profiler.losses import attach, taken_apart
 from profiler.memory_meter import MemoryMeter
 from profiler.recompute import recomputed
+from profiler.trace import input_maker as input_maker_of
 from profiler.trace_run import seeds_of
-from tests.profiler.trace_models import FAMILIES, PLAIN, traced
+from tests.profiler.trace_models import FAMILIES, PLAIN, WITH_LOSS, traced
 
 MICRO_BATCH, LENGTH = 2, 128
 CPU = torch.device("cpu")
@@ -69,6 +71,13 @@ def family(name: str) -> tuple[LayerGraph, Any, Callable[[torch.dtype], Any], in
         shape = (MICRO_BATCH, *example.shape[1:])
         return traced(name), model, lambda dtype: ((torch.ones(shape, dtype=dtype),), {}), 1
     graph = traced(name)
+    if name in WITH_LOSS:
+        built = taken_apart(WITH_LOSS[name](), name)
+        attach(built)
+        length = LENGTH if graph.sample == "tokens" else 1
+        make = input_maker_of((built.inputs,), {}, built.inputs, graph.sample)
+        return graph, built.module, lambda dtype: random_arguments(
+            make(MICRO_BATCH, length), ((built.inputs,), {}), CPU, dtype), length
     with quiet():
         model, task, config = build_model(FAMILIES[name], contextlib.nullcontext)
     length = LENGTH if graph.sample == "tokens" else 1
@@ -93,7 +102,7 @@ def kept_bytes(model: Any, graph: LayerGraph, make: Callable[[], Any], mode: Any
     return meter.left_bytes
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *PLAIN])
+@pytest.mark.parametrize("name", [*FAMILIES, *PLAIN, *WITH_LOSS])
 def test_kept_bytes_are_as_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.get_rng_state()  # a checkpoint's copy of it is no activation
     monkeypatch.setattr(torch, "get_rng_state", lambda: state)

@@ -166,14 +166,32 @@ def test_a_function_is_traced_by_its_name() -> None:
     graph = trace_function("tests.profiler.trace_models:mlp")
     assert names(graph) == ["0", "2", "4"]  # activations belong to the linear before them
     assert graph.source.python_function == "tests.profiler.trace_models:mlp"
+    assert graph.source.loss == "none"
     assert graph.sample == "features"
+
+
+@pytest.mark.parametrize(("function", "name"), [
+    ("token_model", "cross-entropy"), ("regression", "mean-squared-error"), ("own_loss", "own")])
+def test_the_loss_of_a_function_is_traced(function: str, name: str) -> None:
+    graph = trace_function(f"tests.profiler.trace_models:{function}")
+    assert graph.source.loss == name
+    last = graph.kind_of(len(graph.layers) - 1)
+    outside = [op for op in last.ops if op.name.startswith("outside")]
+    assert outside, "the loss belongs to the last layer"
+    if function == "token_model":  # float32, whatever the model computes in
+        kept = sum(t.bytes_at(2, 8, 2) for t in last.saved if t.is_outside)
+        assert kept >= 2 * 8 * 256 * 4
 
 
 @pytest.mark.parametrize(("path", "message"), [
     ("tests.profiler.trace_models:module_alone", "example inputs are needed"),
-    ("tests.profiler.trace_models:PLAIN", "is no function"),
+    ("tests.profiler.trace_models:PLAIN", "is dict, not a function"),
     ("tests.profiler.trace_models:nothing", "cannot be imported"),
     ("nonsense", "package.module:function"),
+    ("tests.profiler.trace_models:wrong_loss", "'hinge': there are cross-entropy, mean-squared"),
+    ("tests.profiler.trace_models:no_total", r"has no total\(predictions, targets\)"),
+    ("tests.profiler.trace_models:no_targets", "needs example targets"),
+    ("tests.profiler.trace_models:layer_with_loss", "put it into a torch.nn.Sequential"),
 ])
 def test_functions_that_cannot_be_used(path: str, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):

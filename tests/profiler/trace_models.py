@@ -156,6 +156,44 @@ def frozen_middle() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.zeros(4, 16)
 
 
+def token_model() -> tuple[nn.Module, torch.Tensor, str]:
+    return nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 256),
+                         ), torch.zeros(2, 8, dtype=torch.long), "cross-entropy"
+
+
+def regression() -> tuple[nn.Module, torch.Tensor, str]:
+    return (*mlp(), "mean-squared-error")
+
+
+class Sum:
+    """A loss of one's own."""
+
+    def total(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (predictions - targets).square().sum()
+
+
+def own_loss() -> tuple[nn.Module, torch.Tensor, Sum, torch.Tensor]:
+    return (*mlp(), Sum(), torch.zeros(8, 4))
+
+
+def wrong_loss() -> tuple[nn.Module, torch.Tensor, str]:
+    return (*mlp(), "hinge")
+
+
+def no_total() -> tuple[nn.Module, torch.Tensor, Any]:
+    return (*mlp(), torch.nn.functional.mse_loss)
+
+
+def no_targets() -> tuple[nn.Module, torch.Tensor, Sum]:
+    return (*mlp(), Sum())
+
+
+def layer_with_loss() -> tuple[nn.Module, torch.Tensor, str]:
+    return nn.Linear(4, 4), torch.zeros(2, 4), "mean-squared-error"
+
+
+WITH_LOSS = {"token model": token_model, "regression": regression, "own loss": own_loss}
+
 PLAIN = {"mlp": mlp, "convnet": convnet, "unet": unet, "residual": residual, "lora": lora,
          "frozen front": frozen_front, "frozen middle": frozen_middle}
 
@@ -165,5 +203,4 @@ def traced(name: str) -> LayerGraph:
     """The LayerGraph of a model above, traced once for all tests."""
     if name in FAMILIES:
         return trace_hugging_face(FAMILIES[name], name=name)
-    model, inputs = PLAIN[name]()
-    return trace(model, inputs, name=name)
+    return trace((PLAIN | WITH_LOSS)[name], name=name)

@@ -197,17 +197,17 @@ def profiled(graph: LayerGraph, layouts: list[Plan], team: Team) -> LayerGraph:
     """The graph with the seconds of one round: everything once, after a warm-up."""
     empty = Profile(device="cpu", dtype="float32", hardware=hardware_name(CPU),
                     versions=versions(CPU), date=today(), num_processes=team.size)
-    budget = Budget(warm_up=1, least=1, most=1)
+    budget, timer = Budget(warm_up=1, least=1, most=1), team.timer(CPU)
     measurement = Measurement(
         subject=build_subject(graph, CPU, torch.float32), team=team, budget=budget, done=empty,
         save=lambda profile: None, advance=lambda text: None, with_memory=False,
-        modes=("none", "full"))
+        modes=("none", "full"), timer=timer)
     profile = empty
     for degree in sorted({plan.mesh.tp for plan in layouts}):
         sizes = tuple(sorted({p.micro_batch for p in layouts if p.mesh.tp == degree}))
         profile = measurement.run(list(cases_of(sizes, (SEQ_LEN,), (degree,))))
     update = update_seconds(graph, CPU, "float32", "adamw", available_bytes(CPU, team.size) // 2,
-                            budget, team)
+                            budget, team, timer)
     return replace(graph, profiles=(replace(profile, updates=(update,)),))
 
 

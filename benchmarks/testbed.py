@@ -309,10 +309,14 @@ class TestBed:
         return ["taskset", "-c", cores, "sh", "-c", join + 'exec "$@"', "sh"]
 
     def _use_up_rest(self) -> None:
-        """Keep busy, at its share, what no process has of a core; ends with the processes."""
-        from benchmarks.companion import Companion  # the janitor runs this file as a script
+        """Keep busy, at its share, what no process has of a core, and take turns on it; ends with
+        the processes."""
+        # the janitor runs this file as a script
+        from benchmarks.companion import Companion, Ticker
 
         for core, share in self._rest.items():
+            if share < 1:  # in none of the control groups, which have no real-time policy
+                self._fillers.enter_context(Ticker(["taskset", "-c", str(core)]))
             if LEAST_REST < share < 1:
                 name = f"rest{core}"
                 self._limit(name, share, None)

@@ -184,8 +184,8 @@ class Measurement:
         samples, slowest = self.team.together(samples)
         wait_s = None
         if self.team.size > 1 and clock.is_aligned:
-            wait_s = max(0.0, sum(mean(slowest.parts[part]) - mean(samples.parts[part])
-                                  for part in ("forward", "backward")))
+            wait_s = max(0.0, mean(slowest.parts["wall"]) - sum(
+                mean(samples.parts[part]) for part in ("forward", "backward")))
         for name in sorted(kinds):
             self._add(case, name, samples, settled, outside, memory, wait_s)
         self.save(self.done)

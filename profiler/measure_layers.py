@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,8 +59,9 @@ def work_seconds(work: Work, clock: Clock, budget: Budget, agree: Callable[[bool
                  modes: tuple[str, ...] = MODES) -> tuple[Samples, bool]:
     """Repeats of every mode in turn, so that what disturbs one disturbs all.
 
-    Parts are "forward" and "backward" (of mode none), "backward_selective", "backward_full", and
-    "accumulate": adding the new gradients to earlier ones, as autograd does.
+    Parts are "forward" and "backward" (of mode none), "backward_selective", "backward_full",
+    "accumulate": adding the new gradients to earlier ones, as autograd does, and "wall": what a
+    clock on the wall says of forward and backward.
     """
     seeds = _Seeds()
     earlier: list[torch.Tensor] = []
@@ -67,9 +69,9 @@ def work_seconds(work: Work, clock: Clock, budget: Budget, agree: Callable[[bool
     def once() -> dict[str, float]:
         found: dict[str, float] = {}
         for mode in modes:
-            forward, backward = _pass(work, mode, clock, seeds)
+            forward, backward, wall = _pass(work, mode, clock, seeds)
             if mode == "none":
-                found["forward"], found["backward"] = forward, backward
+                found |= {"forward": forward, "backward": backward, "wall": wall}
                 found["accumulate"] = _accumulate(work, clock, earlier)
             else:
                 found[f"backward_{mode}"] = backward
@@ -93,23 +95,23 @@ def _collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def _pass(work: Work, mode: str, clock: Clock, seeds: _Seeds) -> tuple[float, float]:
+def _pass(work: Work, mode: str, clock: Clock, seeds: _Seeds) -> tuple[float, float, float]:
     args, kwargs = work.make_arguments()
     clock.flush()
     _touch(args, kwargs)
-    begin = clock.start()
+    begin, wall_begin = clock.start(), time.perf_counter()
     results = work.run(mode, args, kwargs)
-    end = clock.mark()
+    end, wall = clock.mark(), time.perf_counter() - wall_begin
     if not results:
-        return clock.between(begin, end), 0.0
+        return clock.between(begin, end), 0.0, wall
     grads = seeds.of(results)
     clock.flush()
     for grad in grads:
         grad.sum()
-    begin_backward = clock.start()
+    begin_backward, wall_begin = clock.start(), time.perf_counter()
     torch.autograd.backward(results, grads)
-    end_backward = clock.mark()
-    return clock.between(begin, end), clock.between(begin_backward, end_backward)
+    end_backward, wall = clock.mark(), wall + time.perf_counter() - wall_begin
+    return clock.between(begin, end), clock.between(begin_backward, end_backward), wall
 
 
 def _accumulate(work: Work, clock: Clock, earlier: list[torch.Tensor]) -> float:

@@ -110,16 +110,18 @@ def profile_model(options: ModelOptions) -> LayerGraph:
     cases = list(cases_of(options.micro_batches, seq_lens, options.degrees))
     budget = Budget(error=options.error, most_s=options.most_s, least=options.least,
                     warm_up=min(2, options.least - 1))
+    timer = team.timer(device)
     try:
         with progress_bar(options.quiet or team.rank > 0,
                           len(cases) * len(graph.kinds) + 1) as advance:
             subject = build_subject(graph, device, getattr(torch, options.dtype))
             measurement = Measurement(
                 subject=subject, team=team, budget=budget, done=profile, save=save,
-                advance=advance, compile=options.compile, with_memory=options.memory)
+                advance=advance, compile=options.compile, with_memory=options.memory,
+                timer=timer)
             profile = measurement.run(cases)
             advance("optimizer step")
-            profile = _with_updates(profile, graph, device, options, budget, team)
+            profile = _with_updates(profile, graph, device, options, budget, team, timer)
     except KeyboardInterrupt:
         raise Interrupted(f"what was measured is in {partial}: the same command goes on from "
                           "there") from None
@@ -175,7 +177,8 @@ def _resumed(graph: LayerGraph, fresh: Profile, partial: Path) -> Profile:
 
 
 def _with_updates(profile: Profile, graph: LayerGraph, device: torch.device,
-                  options: ModelOptions, budget: Budget, team: Team) -> Profile:
+                  options: ModelOptions, budget: Budget, team: Team,
+                  timer: Callable[[], float]) -> Profile:
     dtypes = ["float32"] + (["bfloat16"] if options.dtype == "bfloat16" else [])
     updates = list(profile.updates)
     known = {(u.optimizer, u.stored_dtype, u.fused) for u in updates}
@@ -185,5 +188,5 @@ def _with_updates(profile: Profile, graph: LayerGraph, device: torch.device,
         optimizer, dtype, fused = case
         available = available_bytes(device, team.per_host) // 2
         updates.append(update_seconds(graph, device, dtype, optimizer, available, budget, team,
-                                      fused=fused))
+                                      timer, fused=fused))
     return replace(profile, updates=tuple(updates))

@@ -7,7 +7,9 @@ the load is that of a training run; alone, a process is its own team.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -18,6 +20,10 @@ from profiler.timing import Samples
 __all__ = ["ALONE", "PeerFailed", "Team"]
 
 TIMEOUT_S = 600.0
+SPINS, SPIN_S = 3, 0.2
+"""Of 50 turns each."""
+SHARED = 1.1
+"""Wall over own seconds, above which cores are shared."""
 
 
 class PeerFailed(RuntimeError):
@@ -90,6 +96,28 @@ class Team:
         mean, slowest = (Samples(dict(zip(names, values.tolist(), strict=True)))
                          for values in (total / self.size, most))
         return mean, slowest
+
+    def timer(self, device: torch.device) -> Callable[[], float]:
+        """What seconds are counted by.
+
+        Processes that share cores take turns on them, and a part shorter than a turn (4 ms of
+        250 Hz) is over within it, or is not: by the wall it seems too fast. Counted are then this
+        process's own seconds, times how many pass by the wall for each while all are busy.
+        """
+        if device.type != "cpu" or self.size == 1 or torch.get_num_threads() > 1:
+            return time.perf_counter
+        stretch = self.mean([statistics.median(self._stretch() for _ in range(SPINS))])[0]
+        if stretch < SHARED:
+            return time.perf_counter
+        return lambda: time.process_time() * stretch
+
+    def _stretch(self) -> float:
+        a = torch.ones(64, 64)
+        self.align()
+        wall, own = time.perf_counter(), time.process_time()
+        while time.perf_counter() - wall < SPIN_S:
+            a @ a
+        return (time.perf_counter() - wall) / (time.process_time() - own)
 
     def leave(self) -> None:
         """End the meeting."""

@@ -53,7 +53,7 @@ HOPELESS = 1.5
 """A layout this many times slower than the fastest gets one turn: more would decide nothing."""
 HANG_S = {"cpu": 150.0, "cuda": 1800.0}
 """Seconds for one layout to be built and run, after which every rank says where it is and ends."""
-FAR = 4.0
+FAR = 8.0
 """One whose first step takes this many times as long is not run again."""
 
 

@@ -39,7 +39,7 @@ SIZE = 64
 BUSY_S, NAP_S = 6e-4, 2e-5
 """Between naps, and of one: with little less the timer is over before the kernel has looked. What a
 process leaves is used up to 96 %."""
-TICK_S = 5e-4
+TICK_S = 1e-3
 
 
 def pin(local_rank: int) -> None:

@@ -27,11 +27,14 @@ class Pair(Team):
 
 
 @pytest.mark.parametrize("team", [Team(1, 0), Pair(1.0), Pair(SHARED - 0.01)])
-def test_the_wall_counts_where_cores_are_not_shared(team: Team) -> None:
+def test_the_wall_counts_where_cores_are_not_shared(team: Team, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert team.timer(CPU) is time.perf_counter
 
 
 def test_own_seconds_count_where_they_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     timer = Pair(2.5).timer(CPU)
     monkeypatch.setattr(time, "process_time", lambda: 4.0)
     assert timer() == 10.0

@@ -15,7 +15,7 @@ from planner.layout import Layout
 from planner.models import resolve
 from profiler.errors import InvalidInput, UnknownName
 from profiler.layer_graph import LayerGraph
-from profiler.losses import OWN, taken_apart
+from profiler.losses import OWN, named_loss, taken_apart
 from profiler.trace import find_function
 
 __all__ = ["build_deferred", "build_module", "graph_of", "make_loss"]
@@ -91,12 +91,12 @@ def make_loss(graph: LayerGraph, name: str | None) -> Loss:
     Raises:
         InvalidInput: another was traced: what it holds and takes is not what was planned.
     """
-    traced = graph.source.loss
-    if name is not None and traced in (*LOSSES, OWN) and traced != name:
+    traced = named_loss(graph)
+    if None not in (name, traced) and traced != name:
         raise InvalidInput(f"--loss {name}: {graph.name!r} was planned with the loss of its "
                            f"function ({traced}); change it there and plan again")
     if traced != OWN:
-        return LOSSES[name or (traced if traced in LOSSES else "cross-entropy")]()
+        return LOSSES[name or traced or "cross-entropy"]()
     path = str(graph.source.python_function)
     loss = taken_apart(find_function(path)(), path).loss
     if not isinstance(loss, Loss):

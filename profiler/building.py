@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from profiler.errors import InvalidInput
 from profiler.layer_calls import layer_modules
 from profiler.layer_graph import LayerGraph
-from profiler.losses import OWN, TOTALS, attach, taken_apart
+from profiler.losses import attach, named_loss, taken_apart
 from profiler.trace import as_arguments, find_function, input_maker
 
 __all__ = ["DTYPES", "Subject", "build_subject", "materialise", "random_arguments"]
@@ -114,8 +114,7 @@ def _from_function(path: str, graph: LayerGraph, dtype: torch.dtype) -> tuple[nn
     built = taken_apart(made, path)
     if built.inputs is None:
         raise InvalidInput(f"{path}: must return (module, example_inputs) to be measured")
-    if (built.loss_name or graph.source.loss) != graph.source.loss or (
-            built.loss is None and graph.source.loss in (*TOTALS, OWN)):
+    if built.loss_name != named_loss(graph):
         raise InvalidInput(f"{path}: its loss is {built.loss_name or 'none'}, and the LayerGraph "
                            f"was traced with {graph.source.loss or 'none'}: trace it again")
     attach(built)

@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from profiler.errors import InvalidInput
+from profiler.layer_graph import LayerGraph
 
-__all__ = ["IGNORED", "OWN", "TOTALS", "Built", "attach", "attached", "prediction_of",
-           "summed_cross_entropy", "summed_squared_error", "taken_apart"]
+__all__ = ["IGNORED", "OWN", "TOTALS", "Built", "attach", "attached", "named_loss",
+           "prediction_of", "summed_cross_entropy", "summed_squared_error", "taken_apart"]
 
 IGNORED = -100
 """Target of a token that counts for nothing, as in torch and transformers."""
@@ -72,6 +73,11 @@ class Built:
     def loss_name(self) -> str | None:
         """What a LayerGraph calls the loss."""
         return self.loss if self.loss is None or isinstance(self.loss, str) else OWN
+
+
+def named_loss(graph: LayerGraph) -> str | None:
+    """The loss that a graph's function named (see `Built.loss_name`), if it named one."""
+    return graph.source.loss if graph.source.loss in (*TOTALS, OWN) else None
 
 
 def taken_apart(made: Any, where: str) -> Built:

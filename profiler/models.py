@@ -5,7 +5,8 @@
     llama3-8b, llama-3-8b           a model of the catalogue (planner/models/*.json), or an alias
     ./config.json, ./checkpoint/    a Hugging Face config, or the folder that holds one
     profile.json                    a LayerGraph document, as the profiler writes it
-    mypkg.models:build              a function that returns an nn.Module and example inputs
+    mypkg.models:build              a function that returns an nn.Module, example inputs and,
+                                    if the module returns none, the loss
 
 A catalogue name and a LayerGraph need no torch; the others are traced, and import it.
 """

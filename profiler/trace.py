@@ -90,9 +90,8 @@ def trace(model: nn.Module | Callable[[], Any], example_inputs: Any = None, *, n
                            f"{tuple(first.shape)}")
     make = input_maker(args, kwargs, first, sample)
     with attached(replace(built, inputs=example_inputs)):
-        graph = trace_module(built.module, make, name=name, sample=sample,
-                             max_seq_len=max_seq_len, source=source or ModelSource())
-    return replace(graph, source=replace(graph.source, loss=built.loss_name or graph.source.loss))
+        return trace_module(built.module, make, name=name, sample=sample, max_seq_len=max_seq_len,
+                            source=replace(source or ModelSource(), loss=built.loss_name))
 
 
 def trace_function(path: str, *, name: str | None = None, sample: Sample | None = None,
@@ -155,7 +154,7 @@ def trace_module(model: nn.Module, make_inputs: InputMaker, *, name: str, sample
         runs = [record(model, layers, signatures, fakes, functools.partial(make_inputs, b, s))
                 for b, s in points]
     _same_structure(runs)
-    if source.hugging_face_config is None:
+    if source.loss is None and source.hugging_face_config is None:
         source = replace(source, loss="module" if runs[0].has_loss else "none")
     reference = (1, min(max_seq_len or 4096, 4096) if sample == "tokens" else 1)
     return build_graph(model, layers, originals, runs, Fit.over(points), name=name, sample=sample,

@@ -23,7 +23,6 @@ from profiler.models import resolve
 
 __all__ = ["FULL", "QUICK", "Files", "Pace", "rows_of", "run_scenario"]
 
-
 COLLECTIVES = "all-reduce,all-gather,reduce-scatter,send"
 """What the layouts here use: no expert is exchanged."""
 

@@ -21,7 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -127,6 +127,7 @@ def layout_of(graph: LayerGraph, plan: Plan) -> Layout:
 class Timed:
     """Seconds within the collectives of tensor parallelism, of this rank."""
 
+    timer: Callable[[], float]
     seconds: float = 0.0
 
     @contextlib.contextmanager
@@ -136,9 +137,9 @@ class Timed:
 
         def timed(function: Any) -> Any:
             def call(*args: Any) -> Any:
-                begin = time.perf_counter()
+                begin = self.timer()
                 result = function(*args)
-                self.seconds += time.perf_counter() - begin
+                self.seconds += self.timer() - begin
                 return result
             return call
 
@@ -180,24 +181,25 @@ class Runner:
         run.step(made.inputs, made.targets)  # states of the optimizer are made
         return made
 
-    def step(self) -> tuple[float, float]:
+    def step(self, timer: Callable[[], float]) -> tuple[float, float]:
         """Seconds of one step, and of it less tensor parallelism's collectives: of all ranks the
-        first is the slowest one's, the second their mean."""
-        timed = Timed()
+        first is the slowest one's, the second their mean, by what layers are timed with."""
+        timed = Timed(timer)
         dist.barrier()
-        begin = time.perf_counter()
+        begin, first = time.perf_counter(), timer()
         with timed.watching():
             self.run.step(self.inputs, self.targets)
-        own = time.perf_counter() - begin
+        own = timer() - first
         dist.barrier()
         return time.perf_counter() - begin, Team.join().mean([own - timed.seconds])[0]
 
 
-def profiled(graph: LayerGraph, layouts: list[Plan], team: Team) -> LayerGraph:
+def profiled(graph: LayerGraph, layouts: list[Plan], team: Team, timer: Callable[[], float]
+             ) -> LayerGraph:
     """The graph with the seconds of one round: everything once, after a warm-up."""
     empty = Profile(device="cpu", dtype="float32", hardware=hardware_name(CPU),
                     versions=versions(CPU), date=today(), num_processes=team.size)
-    budget, timer = Budget(warm_up=1, least=1, most=1), team.timer(CPU)
+    budget = Budget(warm_up=1, least=1, most=1)
     measurement = Measurement(
         subject=build_subject(graph, CPU, torch.float32), team=team, budget=budget, done=empty,
         save=lambda profile: None, advance=lambda text: None, with_memory=False,
@@ -234,13 +236,14 @@ def contest(name: str, options: argparse.Namespace) -> list[Row]:
         most_bytes=2**25, most_s=1.0, repeats=20, device="cpu",
         collectives=("all_reduce", "all_gather", "reduce_scatter", "send")))
     for number in range(options.rounds):
-        measured = profiled(graph, layouts, team)
+        timer = team.timer(CPU)
+        measured = profiled(graph, layouts, team, timer)
         gc.collect()  # what profiling left is not the first step's
         entrants = list(zip(rows, layouts, runners, strict=True))
         for row, plan, runner in entrants if number % 2 == 0 else entrants[::-1]:
             step_s, compute_s = predict(measured, links, plan)
             row.predicted_s.append(step_s)
-            whole, compute = runner.step()
+            whole, compute = runner.step(timer)
             row.measured_s.append(whole)
             if plan.mesh.tp == team.size:
                 row.predicted_compute_s.append(compute_s)

@@ -16,9 +16,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from executor.placeholder import Placeholder, Source, placeholders_in
 from profiler.errors import InvalidInput
 from profiler.layer_calls import LayerCalls
+from profiler.placeholder import Placeholder, Source, placeholders_in
 from profiler.trace_fake import is_experts
 
 __all__ = ["Flow", "Output", "TensorSpec", "find_flow"]

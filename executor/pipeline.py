@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from executor.clock import Clock
 from executor.flow import Flow
 from executor.mesh import ParallelMesh, coordinates, rank_at
-from executor.placeholder import Source
 from executor.stage import StageModule, is_sequence
 from planner.layout import Layout
+from profiler.placeholder import Source
 
 __all__ = ["SharedParameter", "build_schedule", "local_stages", "share_gradients"]
 

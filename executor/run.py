@@ -75,7 +75,7 @@ class Run:
     def named_parameters(self) -> Iterator[tuple[str, int, nn.Parameter]]:
         """(name, stage, parameter) of all that this rank holds; a shared one by its first name."""
         for number, stage in self.stages.items():
-            for name, parameter in stage.model.named_parameters():
+            for name, parameter in stage.named_own_parameters():
                 yield self.names[name], number, parameter
 
     def own_parameters(self) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ nobody needs the values here. A model that is not cut is a single stage, and not
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +19,11 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from executor.flow import Flow, TensorSpec
 from executor.losses import Loss, prediction_of, whole
-from executor.placeholder import Placeholder, Source, placeholders_in
 from executor.tensor_parallel import TensorParallel
 from planner.layout import Choice
 from profiler.errors import InternalError
 from profiler.layer_calls import LayerCalls, layer_modules
+from profiler.placeholder import Placeholder, Source, placeholders_in
 from profiler.recompute import recomputed
 
 __all__ = ["Cut", "StageModule", "copy_with", "drop_parameters", "pack_inputs", "unpack_inputs"]
@@ -107,6 +107,16 @@ class StageModule(nn.Module):  # type: ignore[misc]
         modules = layer_modules(model, names)
         self.layers = [(modules[index], choice) for index, choice in choices.items()]
         self._calls = LayerCalls(model, names, self._handle)
+        self._places: list[tuple[str, nn.Module, str]] | None = None
+
+    def named_own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `model.named_parameters()`, which walks the whole model, most of it without any."""
+        if self._places is None:
+            modules = dict(self.model.named_modules())
+            paths = [name.rpartition(".") for name, _ in self.model.named_parameters()]
+            self._places = [(f"{path}{dot}{key}", modules[path], key) for path, dot, key in paths]
+        for name, module, key in self._places:
+            yield name, module._parameters[key]
 
     def forward(self, *received: torch.Tensor, **packed: Any) -> Any:
         targets = packed.pop(TARGETS, None)

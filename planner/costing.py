@@ -100,11 +100,15 @@ class RankContext:
 
 @dataclass(frozen=True, slots=True)
 class CutCost:
-    """What a cut costs: seconds to receive the activations and the gradients, bytes held."""
+    """What a cut costs: seconds to receive the activations and the gradients, bytes held.
+
+    frame_s: the part of forward_s that is the model's own forward up to the next stage's layers.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     held_bytes: int = 0
+    frame_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,11 +419,15 @@ class Coster:
                                               self.request.bytes.compute_bytes)
         held = -(-forward // divided)
         gather = [0.0, 0.0]
+        classes, of_rank = self.contexts(mesh)
+        shard = self.shard(candidate.micro_batch, mesh.tp, Choice())
+        frame_s = max(self.measured[group].frame_s(shard) for group in
+                      classes[of_rank[(sender + 1) % mesh.pp]].device_groups)
         if scattered > divided:  # each rank sends its part, and the receivers gather it
-            classes, of_rank = self.contexts(mesh)
             span = classes[of_rank[sender]].group.tp
             gather = [all_gather_seconds(x, span) for x in (forward, backward)]
-        return CutCost(forward_s=send_seconds(forward / scattered, edge) + gather[0],
+        return CutCost(frame_s=frame_s,
+                       forward_s=send_seconds(forward / scattered, edge) + gather[0] + frame_s,
                        backward_s=send_seconds(backward / scattered, edge) + gather[1],
                        held_bytes=-(-held // BLOCK_BYTES) * BLOCK_BYTES)
 

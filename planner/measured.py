@@ -22,7 +22,7 @@ from planner.measured_memory import BytesRow, bytes_row
 from planner.request import Request
 from profiler.device import Device
 from profiler.layer_graph import LayerGraph
-from profiler.profile import LayerSeconds, Profile, UpdateSeconds
+from profiler.profile import FrameSeconds, LayerSeconds, Profile, UpdateSeconds
 
 __all__ = ["SOURCES", "MeasuredLayers", "choose_profile", "slowest"]
 
@@ -106,6 +106,26 @@ class MeasuredLayers:
             return None  # shards are measured with sequence parallelism
         by_length = table.get((kind, tp))
         return _at_length(by_length, shard.seq_len, shard.micro_batch) if by_length else None
+
+    def frame_s(self, shard: Shard) -> float:
+        """Seconds of the model's forward before a stage's own layers; 0 where they were not
+        measured.
+
+        They hardly depend on the size: of the nearest measured degree and length, linear in the
+        micro-batch between the measured ones, and as at the nearest outside of them.
+        """
+        rows = self.profile.frames if self.profile is not None else ()
+        if not rows:
+            return 0.0
+
+        def distance(row: FrameSeconds) -> tuple[float, float]:
+            return (abs(log(row.tensor_parallel / shard.tp)), abs(log(row.seq_len / shard.seq_len)))
+        nearest = min(map(distance, rows))
+        by_batch: dict[int, Row] = {row.micro_batch: (row.forward_s,) for row in rows
+                                    if distance(row) == nearest}
+        found = _at_batch(by_batch, min(max(shard.micro_batch, min(by_batch)), max(by_batch)))
+        assert found is not None
+        return found[0]
 
     def temporary_bytes(self, request: Request) -> float | None:
         """What the optimizer step allocates for one parameter, if it is measured."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.cost.layer import LayerCost, ParameterCost
 from planner.cost.pipeline import in_flight, pipeline_seconds, replay
-from planner.costing import Candidate, Coster, RankContext, TieCost
+from planner.costing import Candidate, Coster, CutCost, RankContext, TieCost
 from planner.layout import Choice, Layout, Prediction, Stage, StagePrediction
 from planner.sources import measured_sources
 from planner.topology import Topology
@@ -63,11 +63,17 @@ class RankTotal:
         self.chunk_activation_bytes.append(0)
         self.chunk_output_bytes.append(0)
 
-    def receive(self, forward_s: float, backward_s: float) -> None:
-        """Charge the sends that the open chunk waits for."""
-        self.chunk_forward_s[-1] += forward_s
-        self.chunk_backward_s[-1] += backward_s
-        self._term("pipeline_receive", forward_s + backward_s)
+    def receive_forward(self, cut: CutCost) -> None:
+        """Charge what the open chunk does before its layers: the send that it waits for, and the
+        model's own forward up to them."""
+        self.chunk_forward_s[-1] += cut.forward_s
+        self._term("pipeline_receive", cut.forward_s - cut.frame_s)
+        self._term("stage_frame", cut.frame_s)
+
+    def receive_backward(self, cut: CutCost) -> None:
+        """Charge the send of gradients that the open chunk waits for."""
+        self.chunk_backward_s[-1] += cut.backward_s
+        self._term("pipeline_receive", cut.backward_s)
 
     def add_layers(self, cost: LayerCost, count: int) -> None:
         """`count` equal layers in the open chunk."""
@@ -180,7 +186,7 @@ def evaluate(coster: Coster, candidate: Candidate, stages: Sequence[Segment]) ->
         rank = ranks[k % mesh.pp]
         rank.open_chunk()
         if boundary is not None:
-            rank.receive(boundary.forward_s, 0.0)
+            rank.receive_forward(boundary)
         for index, count, choice in segment:
             rank.add_layers(coster.layer(runs[index], choice, candidate, rank.context), count)
             layer += count
@@ -190,7 +196,7 @@ def evaluate(coster: Coster, candidate: Candidate, stages: Sequence[Segment]) ->
         if k + 1 < len(stages):
             crossing = coster.chain.crossing_before(layer)
             boundary = coster.cut(crossing, candidate, k % mesh.pp)
-            rank.receive(0.0, boundary.backward_s)
+            rank.receive_backward(boundary)
             rank.chunk_output_bytes[-1] = boundary.held_bytes
     overlaps = coster.overlaps(mesh)
     tails = [sum(rank.tail_terms(overlaps).values()) for rank in ranks]

@@ -35,8 +35,9 @@ def measured_sources(coster: Coster, layout: Layout, candidate: Candidate,
     updates = [coster.measured[g].update(coster.request) for g in range(len(coster.topology.hosts))]
     update: Source = "measured" if all(u is not None for u in updates) else "analytic"
     shares |= {name: {update: 1.0} for name in ("optimizer_step", "gradient_norm")}
+    shares["stage_frame"] = {"measured": 1.0}  # priced only where it is measured
     running = [name for name in (*_COMPUTE, "tensor_parallel_collectives", "parameter_gather",
-                                 "pipeline_receive") if terms_s.get(name)]
+                                 "pipeline_receive", "stage_frame") if terms_s.get(name)]
     shares["pipeline_bubble"] = _mixed((terms_s[name], shares[name]) for name in running)
     sources = _memory(coster, layout, candidate)
     measured = 0.0

@@ -11,12 +11,16 @@ Work between layers is timed on a second pass, in which every layer returns at o
     from the last gradient until layer j's comes   backward, belongs to layer j
 
 and what comes before the first layer belongs to the first, as in the LayerGraph.
+
+Every stage of a pipeline runs the model's own forward again, up to its first layer, with
+placeholders for what other stages compute: `time_frame`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +31,12 @@ from torch.utils import _pytree as pytree
 from profiler.building import Subject, materialise
 from profiler.errors import InvalidInput
 from profiler.layer_calls import LayerCalls
+from profiler.placeholder import Placeholder
 from profiler.timing import Clock, Samples
 from profiler.trace_partition import signature, tensor_signature
 from profiler.trace_run import seeds_of
 
-__all__ = ["Call", "Calls", "capture", "time_outside"]
+__all__ = ["Call", "Calls", "capture", "time_frame", "time_outside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +183,7 @@ def time_outside(subject: Subject, micro_batch: int, seq_len: int,
     """
     samples: dict[int, Samples] = {}
     grads: dict[Any, torch.Tensor] = {}
-    args, kwargs = subject.make_inputs(micro_batch, seq_len)
-    if bound is not None and "labels" in kwargs:
-        kwargs["labels"] = kwargs["labels"] % bound
-    if degree > 1 and "input_ids" in kwargs:  # code between layers takes the length from them
-        kwargs["input_ids"] = kwargs["input_ids"].narrow(1, 0, seq_len // degree)
+    args, kwargs = _inputs(subject, micro_batch, seq_len, degree, bound)
     with _vocabulary(subject.model, bound):
         for number in range(repeats + 1):
             moments = _outside_once(subject, args, kwargs, results, clock, grads)
@@ -191,6 +192,63 @@ def time_outside(subject: Subject, micro_batch: int, seq_len: int,
             for layer, (forward, backward) in moments.seconds().items():
                 samples.setdefault(layer, Samples()).add(forward=forward, backward=backward)
     return samples
+
+
+def _inputs(subject: Subject, micro_batch: int, seq_len: int, degree: int, bound: int | None
+            ) -> tuple[Any, Any]:
+    args, kwargs = subject.make_inputs(micro_batch, seq_len)
+    if bound is not None and "labels" in kwargs:
+        kwargs["labels"] = kwargs["labels"] % bound
+    if degree > 1 and "input_ids" in kwargs:  # code between layers takes the length from them
+        kwargs["input_ids"] = kwargs["input_ids"].narrow(1, 0, seq_len // degree)
+    return args, kwargs
+
+
+class _Reached(Exception):
+    """The first layer of a stage is called."""
+
+
+def time_frame(subject: Subject, micro_batch: int, seq_len: int, results: dict[int, Any],
+               clock: Clock, repeats: int, *, degree: int = 1, bound: int | None = None
+               ) -> Samples | None:
+    """Seconds of the model's forward up to the first layer of a stage in the middle of the model,
+    as "forward"; None for a model of one layer. Arguments as of `time_outside`.
+
+    Raises:
+        UnsupportedLayout: the model cannot be cut into stages.
+    """
+    first = len(subject.names) // 2
+    if first == 0:
+        return None
+
+    def handle(index: int, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if index == first:
+            raise _Reached
+        return pytree.tree_map(
+            functools.partial(_stand_in, index) if index < first - 1 else _detached,
+            results[index])
+
+    samples = Samples()
+    args, kwargs = _inputs(subject, micro_batch, seq_len, degree, bound)
+    with _vocabulary(subject.model, bound), LayerCalls(
+            subject.model, subject.names, handle).kept() as calls:
+        for number in range(repeats + 1):
+            calls.begin()
+            clock.flush()  # the layers of a step do: it takes two to three times as long as without
+            begin = clock.mark()
+            with suppress(_Reached):
+                subject.model(*args, **kwargs)
+            end = clock.mark()
+            if number:  # the first is a warm-up
+                samples.add(forward=clock.between(begin, end))
+    return samples
+
+
+def _stand_in(layer: int, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return Placeholder(meta, value.device, frozenset({(layer, 0)}), value.requires_grad)
 
 
 @contextmanager

@@ -86,8 +86,13 @@ class LayerCalls:
     @contextmanager
     def intercept(cls, model: nn.Module, names: Sequence[str], handler: Handler) -> Iterator[None]:
         """For one forward of the model."""
-        calls = cls(model, names, handler)
-        try:
+        with cls(model, names, handler).kept():
             yield
+
+    @contextmanager
+    def kept(self) -> Iterator[LayerCalls]:
+        """For the length of a block, with `begin` before each forward but the first."""
+        try:
+            yield self
         finally:
-            calls.remove()
+            self.remove()

@@ -6,6 +6,7 @@ to `save`, so that a long measurement can be interrupted and go on from there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +19,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from profiler.building import Subject, materialise
-from profiler.capture import Call, Calls, capture, time_outside
+from profiler.capture import Call, Calls, capture, time_frame, time_outside
 from profiler.layer_graph import LayerGraph, LayerKind
 from profiler.measure_layers import MODES, Work, work_bytes, work_seconds
-from profiler.profile import Failure, LayerBytes, LayerSeconds, Profile
+from profiler.profile import Failure, FrameSeconds, LayerBytes, LayerSeconds, Profile
 from profiler.shards import CannotDivide, Emulation, HeldWhole, divided, local_arguments
 from profiler.team import PeerFailed, Team
 from profiler.timing import Budget, Clock, Samples, spread
@@ -136,7 +137,9 @@ class Measurement:
             self._skip(case)
             return
         group = Emulation(case.tensor_parallel, case.seq_len)
-        outside = self._outside(case, calls, group)
+        results = functools.cache(lambda: self._results(calls, group))
+        outside = self._outside(case, results, group)
+        self._frame(case, results, group)
         for number, call in enumerate(calls.distinct):
             layers = [i for i, n in calls.of_layer.items() if n == number]
             kinds = {self.graph.layers[i].kind for i in layers} & missing
@@ -251,18 +254,15 @@ class Measurement:
 
     # ---- the work outside of layers
 
-    def _outside(self, case: Case, calls: Calls, group: Emulation
+    def _outside(self, case: Case, results: Callable[[], dict[int, Any]], group: Emulation
                  ) -> dict[str, tuple[float, float]] | None:
         """(forward, backward) seconds by kind; None where it cannot be divided."""
         clock = self._clock()
         try:
-            results = (self._results(calls, group) if group.degree > 1 else
-                       {number: call.result for number, call in enumerate(calls.distinct)})
-            vocabulary = _local_vocabulary(self.graph, group.degree)
             samples = time_outside(
-                self.subject, case.micro_batch, case.seq_len,
-                {layer: results[number] for layer, number in calls.of_layer.items()}, clock,
-                OUTSIDE_REPEATS, degree=group.degree, bound=vocabulary)
+                self.subject, case.micro_batch, case.seq_len, results(), clock,
+                OUTSIDE_REPEATS, degree=group.degree,
+                bound=_local_vocabulary(self.graph, group.degree))
             works = True
         except Exception as error:  # whatever a model does with a part of its sequence
             if group.degree == 1:
@@ -277,9 +277,36 @@ class Measurement:
                 (parts.median("forward"), parts.median("backward")))
         return {kind: _middle(rows) for kind, rows in found.items()}
 
+    def _frame(self, case: Case, results: Callable[[], dict[int, Any]], group: Emulation
+               ) -> None:
+        """The forward before a stage's own layers, where the model can be cut."""
+        size = {"micro_batch": case.micro_batch, "seq_len": case.seq_len,
+                "tensor_parallel": case.tensor_parallel}
+        clock = self._clock()
+        if not clock.is_aligned or any(
+                all(getattr(row, name) == value for name, value in size.items())
+                for row in self.done.frames):
+            return
+        samples = None
+        with contextlib.suppress(Exception):  # whatever a model does with what is not there
+            samples = time_frame(
+                self.subject, case.micro_batch, case.seq_len, results(), clock,
+                OUTSIDE_REPEATS, degree=group.degree,
+                bound=_local_vocabulary(self.graph, group.degree))
+        if self.team.all_true(samples is not None) and samples is not None:
+            seconds = self.team.mean([samples.median("forward")])[0]
+            self.done = replace(self.done, frames=(
+                *self.done.frames, FrameSeconds(**size, forward_s=seconds)))
+
     def _results(self, calls: Calls, group: Emulation) -> dict[int, Any]:
-        """What each distinct call returns to one rank."""
-        results = {}
+        """What each layer returns to one rank."""
+        found = self._distinct_results(calls, group)
+        return {layer: found[number] for layer, number in calls.of_layer.items()}
+
+    def _distinct_results(self, calls: Calls, group: Emulation) -> dict[int, Any]:
+        results: dict[int, Any] = {}
+        if group.degree == 1:
+            return {number: call.result for number, call in enumerate(calls.distinct)}
         for number, call in enumerate(calls.distinct):
             kind = self.graph.kind_of(call.layer)
             try:

@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar, Literal
 from profiler.documents import STRICT
 from profiler.limits import Ge, Gt, Le, Len, MaxLen
 
-__all__ = ["Failure", "LayerBytes", "LayerSeconds", "Profile", "SavedTensor", "UpdateSeconds"]
+__all__ = ["Failure", "FrameSeconds", "LayerBytes", "LayerSeconds", "Profile", "SavedTensor",
+           "UpdateSeconds"]
 
 Name = Annotated[str, MaxLen(400)]
 Seconds = Annotated[float, Ge(0), Le(1e6)]
@@ -111,6 +112,22 @@ class UpdateSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrameSeconds:
+    """What each stage of a pipeline but the first does before its own layers in every micro-batch:
+    the model's own forward up to there, without layers (masks, positions, the calls themselves).
+
+    Of a stage in the middle of the model; on CPUs alone: the host of an accelerator runs ahead.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    micro_batch: Count
+    seq_len: Count
+    tensor_parallel: Count = 1
+    forward_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """A case that could not be measured, which is a result as well."""
 
@@ -146,6 +163,7 @@ class Profile:
     layers: Annotated[tuple[LayerSeconds, ...], MaxLen(100_000)] = ()
     memory: Annotated[tuple[LayerBytes, ...], MaxLen(100_000)] = ()
     updates: Annotated[tuple[UpdateSeconds, ...], MaxLen(100)] = ()
+    frames: Annotated[tuple[FrameSeconds, ...], MaxLen(10_000)] = ()
     failures: Annotated[tuple[Failure, ...], MaxLen(100_000)] = ()
     busy: Annotated[tuple[Annotated[str, Len(1, 1000)], ...], MaxLen(100)] = field(
         default_factory=tuple)

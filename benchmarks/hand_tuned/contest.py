@@ -40,7 +40,7 @@ class Pace:
     num_random: int = 2
     turns: int = 2
     final_turns: int = 4
-    timeout_s: float = 400.0
+    timeout_s: float = 600.0
 
 
 FULL = Pace()

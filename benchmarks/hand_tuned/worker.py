@@ -20,6 +20,7 @@ import faulthandler
 import functools
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -54,7 +55,7 @@ HOPELESS = 1.5
 HANG_S = {"cpu": 150.0, "cuda": 1800.0}
 """Seconds for one layout to be built and run, after which every rank says where it is and ends."""
 FAR = 8.0
-"""One whose first step takes this many times as long is not run again."""
+"""One whose first step takes this many times as long as another's first is not run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,7 @@ class _Stable:
         Of one that is far slower than all before it in its first step, that step.
         """
         found: dict[int, float] = {}
+        shortest = math.inf
         for index in range(len(self.layouts)):
             if index in self.problems:
                 continue
@@ -238,7 +240,8 @@ class _Stable:
             try:
                 run = self._ready(index)
                 seconds = _slowest(self.first_s)
-                if not found or seconds < FAR * min(found.values()):
+                shortest = min(shortest, seconds)
+                if seconds < FAR * shortest:
                     seconds = self._timed(run)
             except Exception as error:
                 problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from planner.cost.compute import Shard, layer_compute
 from profiler.layer_graph import LayerGraph
 from profiler.links import LinkFit, LinkPoint, Links
-from profiler.profile import LayerBytes, LayerSeconds, Profile, UpdateSeconds
+from profiler.profile import FrameSeconds, LayerBytes, LayerSeconds, Profile, UpdateSeconds
 from tests.planner.instances import Instance, make_instance
 
 __all__ = ["make_links", "make_measured", "make_profile"]
@@ -45,7 +45,11 @@ def make_profile(graph: LayerGraph, instance: Instance, rng: random.Random, *,
         spread=0.01)
     return Profile(device=device, dtype=size.dtype, hardware="toy", versions={}, date="2000-01-01",
                    context_bytes=rng.choice([0, 10**5]), layers=tuple(rows), memory=memory,
-                   updates=(update,))
+                   updates=(update,), frames=tuple(
+                       FrameSeconds(micro_batch=row.micro_batch, seq_len=row.seq_len,
+                                    tensor_parallel=row.tensor_parallel,
+                                    forward_s=row.forward_s * rng.uniform(0, 1))
+                       for row in rows if row.kind == rows[0].kind and rng.random() < share))
 
 
 def make_bytes(row: LayerSeconds, rng: random.Random) -> LayerBytes:

@@ -13,7 +13,7 @@ from planner.cost.collectives import all_gather_seconds, all_reduce_seconds, sen
 from planner.cost.compute import Shard, layer_compute
 from planner.cost.memory import activation_memory
 from planner.costing import Coster
-from planner.layout import LayerRun, Layout, Mesh, Reference, Stage
+from planner.layout import LayerRun, Layout, Mesh, Reference, Schedule, Stage
 from planner.link_fits import with_links
 from planner.measured import MeasuredLayers, choose_profile
 from planner.pricing import candidate_of, price
@@ -24,7 +24,7 @@ from profiler.documents import dump
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph
 from profiler.links import LinkFit, LinkPoint, Links
-from profiler.profile import LayerBytes, LayerSeconds, Profile, UpdateSeconds
+from profiler.profile import FrameSeconds, LayerBytes, LayerSeconds, Profile, UpdateSeconds
 from tests.planner.instances import make_blocks, make_topology
 
 SEQ_LEN = 48
@@ -150,6 +150,38 @@ def test_waiting_is_of_the_rows_that_measured_it() -> None:
     assert measured.wait_s_per_root == pytest.approx(2.0 / (2 + 3 + 1 + 4))
     assert MeasuredLayers(graph, None).wait_s_per_root == 0.0
     assert MeasuredLayers(graph, profiled(row()).profiles[0]).wait_s_per_root == 0.0
+
+
+def test_a_frame_is_of_the_nearest_size() -> None:
+    def frame(micro_batch: int, tp: int, seconds: float) -> FrameSeconds:
+        return FrameSeconds(micro_batch=micro_batch, seq_len=SEQ_LEN, tensor_parallel=tp,
+                            forward_s=seconds)
+    measured = layers(profiled(row(), frames=(frame(1, 1, 1.0), frame(3, 1, 2.0),
+                                              frame(1, 4, 5.0))))
+    assert [measured.frame_s(shard(size)) for size in (1, 2, 3, 8)] == [1.0, 1.5, 2.0, 2.0]
+    assert measured.frame_s(shard(2, tp=4)) == measured.frame_s(shard(1, tp=8)) == 5.0
+    assert measured.frame_s(shard(1, seq_len=2 * SEQ_LEN)) == 1.0
+    assert layers(profiled(row())).frame_s(shard(1)) == 0.0
+
+
+def test_every_stage_but_the_first_runs_the_frame() -> None:
+    frames = (FrameSeconds(micro_batch=1, seq_len=SEQ_LEN, forward_s=3.0),)
+    graph, without = profiled(row(), frames=frames), profiled(row())
+    stages = tuple(Stage(runs=(LayerRun(first_layer=k, num_layers=1),)) for k in range(4))
+    for mesh, chunks in ((Mesh(pp=4), 1), (Mesh(pp=2), 2)):
+        made = replace(
+            layout(graph, Mesh(), 1, global_batch=4), mesh=mesh, num_micro_batches=4, stages=stages,
+            schedule=Schedule(name="1f1b" if chunks == 1 else "interleaved", chunks=chunks))
+        priced, plain = (price(g, cluster(4), made).prediction for g in (graph, without))
+        assert priced is not None and plain is not None
+        frame_s = [stage.micro_batch_s.get("stage_frame", 0.0) for stage in priced.stages]
+        assert frame_s == ([0.0, 3.0, 3.0, 3.0] if chunks == 1 else [3.0, 6.0])
+        assert priced.step_terms_s["stage_frame"] == 4 * max(frame_s)
+        assert priced.sources["stage_frame"] == "measured"
+        assert "stage_frame" not in plain.step_terms_s
+        # (m - 1/v) of the slowest rank, and all ranks' by v
+        more = (4 - 1 / chunks) * max(frame_s) + sum(frame_s) / chunks
+        assert priced.step_s - plain.step_s == pytest.approx(more)
 
 
 def test_costs_of_replicas_that_wait_depend_on_the_micro_batches() -> None:

@@ -17,7 +17,7 @@ from planner.topology_files import resolve
 from profiler import __main__ as command
 from profiler import measure, measure_device
 from profiler.building import Subject, build_subject, materialise
-from profiler.capture import capture, time_outside
+from profiler.capture import capture, time_frame, time_outside
 from profiler.device import Device
 from profiler.documents import dump, load
 from profiler.errors import Interrupted, InvalidInput
@@ -79,6 +79,28 @@ def test_equal_layers_are_captured_once(subject: Subject) -> None:
     assert all(p.grad is None for p in subject.model.parameters())
 
 
+def test_a_frame_is_timed_up_to_the_middle(subject: Subject) -> None:
+    calls = capture(subject, 2, LENGTH)
+    results = {layer: calls.distinct[number].result for layer, number in calls.of_layer.items()}
+    forwards = {name: module.forward for name, module in subject.model.named_modules()}
+    flushed: list[Clock] = []
+
+    class Watched(Clock):
+        def flush(self) -> None:
+            flushed.append(self)
+    found = time_frame(subject, 2, LENGTH, results, Watched(CPU), 3)
+    assert found is not None and len(found.parts["forward"]) == 3
+    assert len(flushed) == 4  # in a step a frame finds cold caches
+    assert {name: module.forward for name, module in subject.model.named_modules()} == forwards
+    middle = len(subject.names) // 2
+    with pytest.raises(KeyError):  # what the layers before it return is needed
+        time_frame(subject, 2, LENGTH, {middle: results[middle]}, Clock(CPU), 1)
+    with pytest.raises(KeyError):
+        time_frame(subject, 2, LENGTH, {k: v for k, v in results.items() if k != middle - 1},
+                   Clock(CPU), 1)
+    time_frame(subject, 2, LENGTH, {k: v for k, v in results.items() if k < middle}, Clock(CPU), 1)
+
+
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_shard_holds_what_the_planner_says(graph: LayerGraph, subject: Subject,
                                              degree: int) -> None:
@@ -108,6 +130,9 @@ def test_every_kind_is_measured_at_every_size(graph: LayerGraph, subject: Subjec
     measured = {(row.kind, row.micro_batch, row.tensor_parallel) for row in profile.layers}
     assert measured == {(k, b, t) for k in graph.kinds for b in (1, 2) for t in (1, 2)}
     assert not profile.failures
+    assert {(row.micro_batch, row.tensor_parallel) for row in profile.frames} == {
+        (b, t) for b in (1, 2) for t in (1, 2)}
+    assert all(row.forward_s > 0 for row in profile.frames)
     assert all(row.forward_s > 0 and row.num_repeats == 1 for row in profile.layers)
     for row in profile.memory:
         if row.tensor_parallel == 1 and row.kind == "LlamaDecoderLayer":

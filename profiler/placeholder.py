@@ -5,6 +5,8 @@ is not
 computed: its result is a Placeholder again, which remembers the layer outputs that it was made of.
 A model's own forward can so be run on every stage, glue code and all, at the cost of the stage's
 own layers; and one run with placeholders for every layer shows which layer reads what.
+
+An operation's shapes are remembered: torch takes up to a millisecond to work them out.
 """
 
 from __future__ import annotations
@@ -97,8 +99,41 @@ def _on_meta(func: Any, args: Any, kwargs: Any, found: list[Placeholder], device
         raise UnsupportedLayout(
             f"the model's forward writes an activation into another tensor between its layers "
             f"({func}): it cannot be cut into pipeline stages")
-    out = func(*pytree.tree_map(to_meta, args), **pytree.tree_map(to_meta, kwargs))
-    return pytree.tree_map(wrap, out)
+    key = _key(func, args, kwargs)
+    if key is None:
+        out = func(*pytree.tree_map(to_meta, args), **pytree.tree_map(to_meta, kwargs))
+        return pytree.tree_map(wrap, out)
+    if key not in _KNOWN:
+        made, spec = pytree.tree_flatten(
+            func(*pytree.tree_map(to_meta, args), **pytree.tree_map(to_meta, kwargs)))
+        if len(_KNOWN) >= MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = [(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+                       if isinstance(leaf, torch.Tensor) else leaf for leaf in made], spec
+    leaves, spec = _KNOWN[key]
+    return pytree.tree_unflatten([
+        wrap(torch.empty_strided(leaf[0], leaf[1], dtype=leaf[2], device="meta"))
+        if isinstance(leaf, tuple) else leaf for leaf in leaves], spec)
+
+
+_KNOWN: dict[Any, tuple[list[Any], Any]] = {}
+MOST_KNOWN = 10_000
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """All that the results of an operation depend on, if it makes new tensors of known shapes."""
+    schema = func._schema
+    if schema.is_mutable or any(result.alias_info is not None for result in schema.returns):
+        return None
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = (func, spec, torch.get_default_dtype(), *(
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor)
+        else (type(leaf), leaf) for leaf in leaves))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def placeholders_in(tree: Any) -> list[Placeholder]:

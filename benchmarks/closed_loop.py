@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
@@ -36,6 +35,7 @@ from torch.distributed import _functional_collectives as functional
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.companion import Companion, pin
+from benchmarks.published.score import spearman
 from executor import collectives
 from executor.losses import cross_entropy
 from executor.models import build_module
@@ -251,12 +251,6 @@ def contest(name: str, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's, of values without ties."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
-
-
 def report(name: str, rows: list[Row]) -> dict[str, Any]:
     predicted = [median(row.predicted_s) for row in rows]
     measured = [median(row.measured_s) for row in rows]
@@ -267,7 +261,7 @@ def report(name: str, rows: list[Row]) -> dict[str, Any]:
         if row.measured_compute_s:
             p, m = median(row.predicted_compute_s), median(row.measured_compute_s)
             print(f"{'  compute of one rank':<26}{p:>15.3f}{m:>14.3f}{p / m - 1:>9.1%}")
-    found = {"mape": mean(map(abs, errors)), "rank_correlation": rank_correlation(
+    found = {"mape": mean(map(abs, errors)), "rank_correlation": spearman(
         predicted, measured)}
     print(f"mean absolute error {found['mape']:.1%}, rank correlation "
           f"{found['rank_correlation']:.2f}", flush=True)

@@ -1,7 +1,8 @@
 """Checkpoints that any layout can resume: whole tensors by name, written in shards (torch DCP).
 
     <path>/step-00000120/meshwright.json     what it is: model digest, step, position, schedule
-    <path>/step-00000120/*.distcp, .metadata    parameters and optimizer state, each rank its shards
+    <path>/step-00000120/*.distcp, .metadata    parameters, buffers and optimizer state, each rank
+                                             its shards
 
 A checkpoint is written under a name that ends in ".partial" and renamed when all of it is on disk:
 a name without that ending is a whole checkpoint, and only such are looked at. Names are the model's
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Saving", "latest", "load", "save"]
 
 DOCUMENT = "meshwright.json"
-VERSION = 1
+VERSION = 2
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -118,7 +119,7 @@ def save(run: Run, path: str | Path, position: dict[str, Any] | None = None,
     """
     final = Path(path) / f"step-{run.num_steps:08d}"
     _on_first_rank(lambda: _prepare_folder(_partial(final)))
-    state = dict(_saved(run))
+    state = dict(_saved(run)) | _buffers(run)
     document = {"meshwright": "Checkpoint", "version": VERSION, "model": run.graph.name,
                 "model_digest": digest(run.graph), "num_steps": run.num_steps,
                 "position": position or {}, "scheduler": _plain_state(run.scheduler)}
@@ -153,7 +154,7 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
                            f"({digest(run.graph)[:19]}...)")
     _make_optimizer_state(run)
     targets = {key: (parameter, tensor) for key, parameter, tensor in _tensors(run)}
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = _buffers(run)
     for key, (parameter, tensor) in targets.items():
         whole = run.fused_of(parameter) is not None and tensor.dim() > 0
         state[key] = torch.empty(tensor.shape, dtype=tensor.dtype) if whole else tensor.detach()
@@ -177,6 +178,12 @@ def _tensors(run: Run) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
             for key, value in run.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"optimizer/{name}/{key}", parameter, value
+
+
+def _buffers(run: Run) -> dict[str, torch.Tensor]:
+    """Persistent buffers (running statistics), which all ranks of a stage have alike."""
+    return {f"buffers/{name}": buffer.detach() for stage in run.stages.values()
+            for name, buffer in stage.named_own_buffers()}
 
 
 def _saved(run: Run) -> Iterator[tuple[str, torch.Tensor]]:

@@ -106,6 +106,7 @@ class StageModule(nn.Module):  # type: ignore[misc]
         self._produced: dict[Source, Any] = {}
         modules = layer_modules(model, names)
         self.layers = [(modules[index], choice) for index, choice in choices.items()]
+        self._in_layers = {id(inner) for module in modules for inner in module.modules()}
         self._calls = LayerCalls(model, names, self._handle)
         self._places: list[tuple[str, nn.Module, str]] | None = None
 
@@ -117,6 +118,15 @@ class StageModule(nn.Module):  # type: ignore[misc]
             self._places = [(f"{path}{dot}{key}", modules[path], key) for path, dot, key in paths]
         for name, module, key in self._places:
             yield name, module._parameters[key]
+
+    def named_own_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Persistent buffers of this stage's layers, and of what is outside of all layers."""
+        own = {id(inner) for module, _ in self.layers for inner in module.modules()}
+        for path, module in self.model.named_modules():
+            if id(module) in own or id(module) not in self._in_layers:
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and key not in module._non_persistent_buffers_set:
+                        yield f"{path}.{key}".lstrip("."), buffer
 
     def forward(self, *received: torch.Tensor, **packed: Any) -> Any:
         targets = packed.pop(TARGETS, None)

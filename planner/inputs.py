@@ -37,10 +37,15 @@ def resolve_model(model: Any, example_inputs: Any = None, loss: str | None = Non
     """The graph of a model, and the name under which a layout finds it again."""
     from profiler.layer_graph import LayerGraph
 
-    if isinstance(model, LayerGraph):
-        return model, model.name
-    if isinstance(model, (str, Path)):
-        return models.resolve(model), str(model)
+    if isinstance(model, (LayerGraph, str, Path)):
+        given = [name for name, value in (("example_inputs", example_inputs), ("loss", loss))
+                 if value is not None]
+        if given:
+            kind = "a LayerGraph" if isinstance(model, LayerGraph) else f"named {str(model)!r}"
+            raise InvalidInput(f"{' and '.join(given)}: of an nn.Module alone; the model is "
+                               f"{kind}, which has its own")
+        return ((model, model.name) if isinstance(model, LayerGraph) else
+                (models.resolve(model), str(model)))
     torch = sys.modules.get("torch")  # whoever has an nn.Module has imported it
     if torch is not None and isinstance(model, torch.nn.Module):
         from profiler.trace import trace

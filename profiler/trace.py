@@ -70,6 +70,9 @@ def trace(model: nn.Module | Callable[[], Any], example_inputs: Any = None, *, n
         InvalidInput: no example inputs, a forward that fails or depends on data, a layer called
             twice, no parameters.
     """
+    if not isinstance(model, nn.Module) and (loss is not None or targets is not None):
+        raise InvalidInput(f"{name}: loss and targets are of a module alone: a function returns "
+                           "them beside its module")
     built = (taken_apart((model, example_inputs, loss, targets), name)
              if isinstance(model, nn.Module) else _build(model, name))
     if example_inputs is None:

@@ -8,7 +8,7 @@ from math import exp, log
 from statistics import median
 from typing import Any
 
-import numpy as np
+from benchmarks.published.score import spearman
 
 __all__ = ["NEAR", "Score", "geometric_mean", "rank_correlation", "score", "speed_ups", "spread"]
 
@@ -70,10 +70,7 @@ def score(rows: Sequence[dict[str, Any]]) -> Score:
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Spearman's; None of fewer than three."""
-    if len(a) < 3:
-        return None
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    return spearman(a, b) if len(a) >= 3 else None
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:

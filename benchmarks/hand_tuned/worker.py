@@ -16,6 +16,7 @@ without a model, and a layout of which any process held more at any moment has f
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import functools
 import gc
@@ -25,7 +26,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from benchmarks.companion import Companion, pin
 from benchmarks.hand_tuned import models
 from benchmarks.hand_tuned.children import in_child, join, load_code, run_alone
 from executor import parallelize
+from executor.deferred import Deferred
 from executor.losses import Loss
 from executor.models import build_deferred, make_loss
 from executor.optimizers import make_optimizer
@@ -159,7 +161,9 @@ def compete(path: str) -> None:
     peaks: dict[int, int] = {}
     problems: dict[int, str] = {}
     if job.memory_bytes is not None:
-        works = [functools.partial(_steps, layout, graph, batch, loss()) for layout in layouts]
+        build = _copies(graph)
+        works = [functools.partial(_steps, build, layout, graph, batch, loss())
+                 for layout in layouts]
         load_code(works[0])
         for index, work in enumerate(works):
             peak, problem = run_alone(index, work, job.memory_bytes)
@@ -171,9 +175,18 @@ def compete(path: str) -> None:
     measure(job, layouts, graph, batch, loss, "cpu", problems, peaks)
 
 
-def _steps(layout: Layout, graph: LayerGraph, batch: Any, loss: Loss) -> None:
+def _copies(graph: LayerGraph) -> Callable[[], Any]:
+    """Models without weights: one is built by its own code, the others are copies of it."""
+    first = build_deferred(graph, 0)
+    if not isinstance(first, Deferred):
+        return functools.partial(build_deferred, graph, 0)
+    return lambda: replace(first, model=copy.deepcopy(first.model))
+
+
+def _steps(build: Callable[[], Any], layout: Layout, graph: LayerGraph, batch: Any, loss: Loss
+           ) -> None:
     """Two steps, by the end of which everything has been held once."""
-    run = _build(layout, graph, loss, "cpu")
+    run = _build(build(), layout, graph, loss, "cpu")
     for _ in range(2):
         run.step(*batch)
 
@@ -215,6 +228,7 @@ class _Stable:
                  loss: Callable[[], Loss], device: str) -> None:
         self.job, self.layouts, self.graph, self.batch = job, layouts, graph, batch
         self.loss, self.device = loss, device
+        self.build = _copies(graph)
         self.begin = time.monotonic()
         self.runs: dict[int, Any] = {}
         self.first_s = 0.0
@@ -279,7 +293,7 @@ class _Stable:
     def _ready(self, index: int) -> Any:
         run = self.runs.get(index)
         if run is None:
-            run = _build(self.layouts[index], self.graph, self.loss(), self.device)
+            run = _build(self.build(), self.layouts[index], self.graph, self.loss(), self.device)
             begin = time.perf_counter()
             run.step(*self.batch)
             self.first_s = time.perf_counter() - begin
@@ -315,8 +329,8 @@ class _Stable:
         return _slowest(seconds)
 
 
-def _build(layout: Layout, graph: LayerGraph, loss: Loss, device: str) -> Any:
-    return parallelize(build_deferred(graph, 0), layout, loss=loss, graph=graph, max_norm=1.0,
+def _build(model: Any, layout: Layout, graph: LayerGraph, loss: Loss, device: str) -> Any:
+    return parallelize(model, layout, loss=loss, graph=graph, max_norm=1.0,
                        optimizer=make_optimizer(layout.request, 1e-4, 0.01), device_type=device)
 
 

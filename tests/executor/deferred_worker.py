@@ -122,6 +122,59 @@ def check_background_save(folder: Path) -> None:
         run.step({"input_ids": data.inputs["input_ids"][:3]}, data.targets[:3])
 
 
+class Normalized(nn.Module):
+    """Batch normalization keeps running statistics, and the frame a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(1))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.offset
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def check_statistics_are_saved() -> None:
+    """Of every layer, from whichever stage has it, for whichever layout goes on."""
+    place: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(place)
+    graph = trace(Normalized(), torch.randn(8, 8), name="normalized")
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    wanted: dict[str, torch.Tensor] = {}
+    for mesh in (dict(pp=2, dp_replicate=2), dict(dp_shard=4), dict(pp=4)):
+        degree = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
+        layout = Case(name="", model="", mesh=mesh, micro_batch=8 // degree,
+                      num_micro_batches=1, schedule="gpipe").layout(graph)
+        run = parallelize(Normalized(), layout, graph=graph, device_type="cpu",
+                          loss=mean_squared_error(), optimizer=lambda ps: torch.optim.SGD(ps, 0.0))
+        mine = {name: buffer for stage in run.stages.values()
+                for name, buffer in stage.named_own_buffers()}
+        if wanted:
+            run.load(place[0])
+        else:
+            with torch.no_grad():
+                mine["offset"].fill_(0.5)
+            run.step(x, torch.zeros_like(x))
+            assert all(buffer.abs().sum() > 0 for buffer in mine.values())
+            run.save(place[0])
+            for part in _gathered(mine):
+                wanted |= part
+            assert len(wanted) == 1 + 4 * 3
+        for name, buffer in mine.items():
+            assert torch.equal(buffer, wanted[name]), name
+        dist.barrier()
+
+
+def _gathered(value: Any) -> list[Any]:
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, value)
+    return said
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -129,6 +182,7 @@ def main() -> None:
     check_memory()
     check_weights(folder)
     check_background_save(folder)
+    check_statistics_are_saved()
     dist.barrier()
     os._exit(0)
 

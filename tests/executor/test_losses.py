@@ -14,7 +14,7 @@ from executor.parallelize import _traced
 from planner import plan
 from profiler.errors import InvalidInput
 from profiler.layer_graph import ModelSource
-from profiler.trace import trace_function
+from profiler.trace import trace, trace_function
 
 OWN = Loss(total=lambda predictions, targets: (predictions - targets).abs().sum(),
            count=lambda targets: float(targets.numel()))
@@ -55,3 +55,13 @@ def test_a_module_is_found_again_with_or_without_its_loss(planned_with):
     graph = _traced(module, layout, inputs, Loss(total=OWN.total, count=OWN.count,
                                                  name="mean-squared-error"))
     assert graph.source.loss == (planned_with or "none")
+
+
+def test_a_loss_of_a_model_that_has_its_own_is_refused():
+    with pytest.raises(InvalidInput, match=r"^loss: of an nn.Module alone; the model is named"):
+        plan("gpt2", "local:1", global_batch=8, seq_len=64, loss="cross-entropy")
+    with pytest.raises(InvalidInput, match=r"^example_inputs and loss: .*the model is a Layer"):
+        plan(trace_function(f"{__name__}:regression"), "local:1", global_batch=8,
+             example_inputs=torch.zeros(8, 16), loss="cross-entropy")
+    with pytest.raises(InvalidInput, match="a function returns them beside its module"):
+        trace(model, name="model", loss="cross-entropy")

@@ -47,6 +47,7 @@ from planner.link_fits import with_links
 from planner.pricing import price
 from planner.request import Request
 from planner.topology_local import local_topology
+from profiler.allocator import keep_freed_memory
 from profiler.building import build_subject
 from profiler.documents import write_atomically
 from profiler.hardware import hardware_name, today, versions
@@ -281,6 +282,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     pin(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     results = {}

@@ -29,6 +29,7 @@ from planner.layout import LayerRun, Layout, Mesh, Reference, Stage
 from planner.pricing import price
 from planner.request import Request
 from planner.topology_local import local_topology
+from profiler.allocator import keep_freed_memory
 from profiler.building import Subject, build_subject, materialise
 from profiler.documents import write_atomically
 from profiler.hardware import hardware_name, today, versions
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_freed_memory()
     torch.manual_seed(0)
     timer = time.process_time if options.cpu_time else time.perf_counter
     results = []

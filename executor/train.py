@@ -23,6 +23,7 @@ from executor.parallelize import parallelize
 from executor.run import Run
 from executor.summary import SETTLING, print_summary, with_prediction
 from planner.layout import Layout
+from profiler.allocator import keep_freed_memory
 from profiler.documents import load
 from profiler.errors import InvalidInput
 from profiler.layer_graph import LayerGraph
@@ -71,6 +72,8 @@ def train(options: Options) -> None:
     if not options.save and (options.resume or options.save_every or options.save_async):
         raise InvalidInput("--resume, --save-every and --save-async need --save, the folder of "
                            "the checkpoints")
+    if device_type == "cpu":
+        keep_freed_memory()  # as `profiler model` does
     loss = make_loss(graph, options.loss)
     recorder = _recorder(options)
     model = build_deferred(graph, options.seed)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from profiler import models
+from profiler.allocator import keep_freed_memory
 from profiler.building import build_subject
 from profiler.documents import dump, load, write_atomically
 from profiler.errors import Interrupted, InvalidInput
@@ -89,6 +90,8 @@ def profile_model(options: ModelOptions) -> LayerGraph:
     graph = models.resolve(options.model)
     seq_lens = _sizes(graph, options)
     device = pick_device(options.device)
+    if device.type == "cpu":
+        keep_freed_memory()  # as `executor train` does
     team = Team.join()
     partial = Path(f"{options.output}.partial")
     profile = Profile(

@@ -7,7 +7,6 @@ over the same store. Their parents have imported what is needed and joined nothi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -19,11 +18,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from profiler.allocator import return_freed_memory
+
 __all__ = ["in_child", "join", "load_code", "resident_bytes", "run_alone"]
 
 TRIAL_S = 180.0
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of malloc.h."""
 
 
 def join(name: str, timeout_s: float = 120.0) -> None:
@@ -90,14 +89,6 @@ def load_code(work: Callable[[], None]) -> None:
             importlib.import_module(name)
 
 
-def _give_back_what_is_freed() -> None:
-    """Keep glibc's allocator from holding freed tensors back: they are mapped one by one."""
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 2**16)
-        mallopt(M_TRIM_THRESHOLD, 2**16)
-
-
 def run_alone(number: int, work: Callable[[], None], cap_bytes: int) -> tuple[int | None, str]:
     """(most bytes that any process held beyond its own beginning, problem or nothing).
 
@@ -107,7 +98,7 @@ def run_alone(number: int, work: Callable[[], None], cap_bytes: int) -> tuple[in
     def trial() -> int:
         import torch.distributed as dist
 
-        _give_back_what_is_freed()
+        return_freed_memory()
         join(f"trial{number}", TRIAL_S)
         before = resident_bytes("RssAnon")
         work()

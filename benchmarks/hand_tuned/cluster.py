@@ -33,6 +33,7 @@ from executor.losses import cross_entropy
 from executor.models import build_deferred
 from planner.layout import Layout
 from planner.models import resolve
+from profiler.allocator import keep_freed_memory
 from profiler.documents import dump, parse, write_atomically
 from profiler.errors import InvalidInput
 from profiler.hardware import pick_device
@@ -56,6 +57,7 @@ def compete_here(model: str, topology: str, links: str | None, folder: Path,
     device = pick_device(None)
     if device.type == "cpu":
         torch.set_num_threads(1)
+        keep_freed_memory()
     field = make_field(model, topology, links, request, num_random=num_random, seed=seed)
     plan = field.entrants[0].layout
     world = int(os.environ["WORLD_SIZE"])
